@@ -1,0 +1,211 @@
+//! Errors that the layers add to those of the services they wrap.
+//!
+//! As in tower, a layer that adds an error answers with [`BoxError`]; what it adds is a small
+//! struct to downcast to.
+//!
+//! ```
+//! use tower_idempotency::{BoxError, StoreError, error::{Operation, is_transient}};
+//!
+//! let error: BoxError = StoreError::new(Operation::Seen, "connection refused").into();
+//! assert!(is_transient(&error));
+//! assert_eq!(error.downcast_ref::<StoreError>().unwrap().operation(), Operation::Seen);
+//! ```
+
+use std::{error::Error, fmt, time::Duration};
+
+/// An error of any service: tower's own alias.
+pub type BoxError = Box<dyn Error + Send + Sync>;
+
+/// Whether an error is the state of the infrastructure and not the handler's failure: such a
+/// message belongs back on its queue, not on the dead-letter queue.
+///
+/// True for [`StoreError`] and [`Unpublished`]. Looks at the error itself, not at its sources: a handler that fails
+/// because of an error of this kind has failed.
+///
+/// tower's own `Overloaded`, `Closed` and `Elapsed` are not known here. Where load shedding, a
+/// buffer or a timeout stands in the stack, widen the predicate of
+/// [`DeadLetterLayer`](crate::DeadLetterLayer::transient_if).
+#[must_use]
+pub fn is_transient(error: &BoxError) -> bool {
+    error.is::<StoreError>() || error.is::<Unpublished>()
+}
+
+/// What the store was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Operation {
+    /// Whether an id is remembered.
+    Seen,
+    /// To remember an id.
+    Remember,
+    /// To drop an id.
+    Forget,
+}
+
+impl Operation {
+    /// The name of the operation: `seen`, `remember`, `forget`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Operation::Seen => "seen",
+            Operation::Remember => "remember",
+            Operation::Forget => "forget",
+        }
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// The store did not do what it was asked, or did not say so in time.
+///
+/// From `seen`, the handler did not run. From `remember` (an error only where
+/// [`OnMarkError::Fail`](crate::OnMarkError::Fail) asks for it), it ran and its effect stands.
+#[derive(Debug)]
+pub struct StoreError {
+    operation: Operation,
+    source: BoxError,
+}
+
+impl StoreError {
+    /// An error of this operation.
+    pub fn new(operation: Operation, source: impl Into<BoxError>) -> Self {
+        StoreError {
+            operation,
+            source: source.into(),
+        }
+    }
+
+    /// Which operation failed.
+    #[must_use]
+    pub const fn operation(&self) -> Operation {
+        self.operation
+    }
+}
+
+impl fmt::Display for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "the idempotency store failed at `{}`: {}",
+            self.operation, self.source
+        )
+    }
+}
+
+impl Error for StoreError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(self.source.as_ref())
+    }
+}
+
+/// The store gave no answer within the time limit.
+///
+/// Whether the command took effect is unknown. Found as the source of a [`StoreError`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TimedOut {
+    limit: Duration,
+}
+
+impl TimedOut {
+    /// No answer within `limit`.
+    #[must_use]
+    pub const fn new(limit: Duration) -> Self {
+        TimedOut { limit }
+    }
+
+    /// The limit that ran out.
+    #[must_use]
+    pub const fn limit(&self) -> Duration {
+        self.limit
+    }
+}
+
+impl fmt::Display for TimedOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "no answer within {:?}", self.limit)
+    }
+}
+
+impl Error for TimedOut {}
+
+/// A message failed for good and could not be put on the dead-letter queue.
+///
+/// It must not be acked: no copy of it is known to be anywhere else.
+#[derive(Debug)]
+pub struct Unpublished {
+    failure: BoxError,
+    source: BoxError,
+}
+
+impl Unpublished {
+    /// The handler failed with `failure`, then publishing with `source`.
+    pub fn new(failure: impl Into<BoxError>, source: impl Into<BoxError>) -> Self {
+        Unpublished {
+            failure: failure.into(),
+            source: source.into(),
+        }
+    }
+
+    /// Why the message was to be dead-lettered.
+    #[must_use]
+    pub fn failure(&self) -> &BoxError {
+        &self.failure
+    }
+}
+
+impl fmt::Display for Unpublished {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "not put on the dead-letter queue: {}; the message failed: {}",
+            self.source, self.failure
+        )
+    }
+}
+
+impl Error for Unpublished {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(self.source.as_ref())
+    }
+}
+
+/// A setting that cannot be held to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError {
+    setting: &'static str,
+    given: String,
+    expected: &'static str,
+}
+
+impl ConfigError {
+    /// `setting` was `given`, but must be what is `expected`.
+    pub fn new(setting: &'static str, given: impl Into<String>, expected: &'static str) -> Self {
+        ConfigError {
+            setting,
+            given: given.into(),
+            expected,
+        }
+    }
+
+    /// The name of the setting.
+    #[must_use]
+    pub const fn setting(&self) -> &'static str {
+        self.setting
+    }
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "`{}` is {}; expected {}",
+            self.setting, self.given, self.expected
+        )
+    }
+}
+
+impl Error for ConfigError {}

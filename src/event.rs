@@ -1,0 +1,164 @@
+//! What the layers and stores decided, told in one place.
+//!
+//! Every decision about a message is an [`Event`]. It goes to the `on_event` hook, to `tracing`
+//! (feature `tracing`; target `tower_idempotency`) and to the counter
+//! `tower_idempotency_events_total` with the label `event` (feature `metrics`).
+//!
+//! ```
+//! use tower_idempotency::{IdempotencyLayer, MemoryStore, event::Event};
+//!
+//! let layer = IdempotencyLayer::new(MemoryStore::new()).on_event(|event| {
+//!     if let Event::MarkFailed { id, error, .. } = event {
+//!         eprintln!("{id} had its effect, but {error}");
+//!     }
+//! });
+//! # let _ = layer;
+//! ```
+
+use crate::{error::StoreError, id::MessageId};
+use std::{
+    fmt,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+};
+
+/// A decision about a message.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// The handler succeeded and its id is remembered. Told after the record was written.
+    #[non_exhaustive]
+    Ran {
+        /// The message.
+        id: &'a MessageId,
+    },
+    /// The id was remembered; the handler was not called.
+    #[non_exhaustive]
+    Duplicate {
+        /// The message.
+        id: &'a MessageId,
+    },
+    /// The handler is run although nothing says whether it ran before. Told before it runs.
+    #[non_exhaustive]
+    FailedOpen {
+        /// The message; `None` when it has no usable id.
+        id: Option<&'a MessageId>,
+        /// Why the store could not say; `None` when the message has no usable id.
+        error: Option<&'a StoreError>,
+    },
+    /// The store could not say whether the id is remembered; the handler was not called.
+    #[non_exhaustive]
+    StoreError {
+        /// The message.
+        id: &'a MessageId,
+        /// What the store said.
+        error: &'a StoreError,
+    },
+    /// The handler succeeded, but its id could not be remembered: a redelivery runs it again.
+    #[non_exhaustive]
+    MarkFailed {
+        /// The message.
+        id: &'a MessageId,
+        /// What the store said to the last try.
+        error: &'a StoreError,
+    },
+    /// The call was dropped after the handler succeeded, and no runtime was there to remember
+    /// the id: a redelivery runs the handler again.
+    #[non_exhaustive]
+    Abandoned {
+        /// The message.
+        id: &'a MessageId,
+    },
+    /// A full record dropped its oldest ids before their time: duplicates of them run again.
+    #[non_exhaustive]
+    Evicted {
+        /// How many ids.
+        count: u64,
+    },
+}
+
+impl Event<'_> {
+    /// The name of the decision, as the metrics have it: `ran`, `duplicate`, `failed_open`,
+    /// `store_error`, `mark_failed`, `abandoned`, `evicted`.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Event::Ran { .. } => "ran",
+            Event::Duplicate { .. } => "duplicate",
+            Event::FailedOpen { .. } => "failed_open",
+            Event::StoreError { .. } => "store_error",
+            Event::MarkFailed { .. } => "mark_failed",
+            Event::Abandoned { .. } => "abandoned",
+            Event::Evicted { .. } => "evicted",
+        }
+    }
+}
+
+type Hook = dyn Fn(&Event<'_>) + Send + Sync;
+
+/// The one place that every event goes through.
+#[derive(Clone, Default)]
+pub(crate) struct Reporter {
+    hook: Option<Arc<Hook>>,
+}
+
+impl Reporter {
+    pub(crate) fn new(hook: impl Fn(&Event<'_>) + Send + Sync + 'static) -> Self {
+        Reporter {
+            hook: Some(Arc::new(hook)),
+        }
+    }
+
+    /// Tells an event. Never panics: a hook that does has changed no outcome.
+    pub(crate) fn report(&self, event: &Event<'_>) {
+        #[cfg(feature = "tracing")]
+        trace(event);
+        #[cfg(feature = "metrics")]
+        count(event);
+        if let Some(hook) = &self.hook {
+            // The panic hook has told of it already.
+            let _ = catch_unwind(AssertUnwindSafe(|| hook(event)));
+        }
+    }
+}
+
+impl fmt::Debug for Reporter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.hook.is_some() {
+            "Some(..)"
+        } else {
+            "None"
+        })
+    }
+}
+
+/// Debug for the usual, warn for what an operator must see.
+#[cfg(feature = "tracing")]
+fn trace(event: &Event<'_>) {
+    use tracing::{debug, warn};
+
+    match event {
+        Event::Ran { id } => debug!(?id, "ran"),
+        Event::Duplicate { id } => debug!(?id, "duplicate, not run again"),
+        Event::FailedOpen {
+            id: Some(id),
+            error: Some(error),
+        } => {
+            warn!(?id, %error, "run without knowing whether it ran before");
+        }
+        Event::FailedOpen { .. } => warn!("run without deduplication: no usable id"),
+        Event::StoreError { id, error } => warn!(?id, %error, "not run"),
+        Event::MarkFailed { id, error } => warn!(?id, %error, "ran, but is not remembered"),
+        Event::Abandoned { id } => warn!(?id, "ran and was dropped, and is not remembered"),
+        Event::Evicted { count } => warn!(count, "the record is full: oldest ids dropped"),
+    }
+}
+
+#[cfg(feature = "metrics")]
+fn count(event: &Event<'_>) {
+    let by = match event {
+        Event::Evicted { count } => *count,
+        _ => 1,
+    };
+    metrics::counter!("tower_idempotency_events_total", "event" => event.name()).increment(by);
+}
