@@ -1,0 +1,625 @@
+//! A record in this process's memory.
+//!
+//! # How ids expire
+//!
+//! Ids are kept in generations. The open one takes new ids for a quarter of the TTL, or until it
+//! holds a quarter of the capacity; then it is closed and the next one opens. A closed generation
+//! is dropped whole, one TTL after it closed, so an id lives between ttl and ttl × 1.25 and no
+//! expiry ever looks at single ids. When the record is full the oldest generation goes.
+//!
+//! # Example
+//!
+//! ```
+//! use std::time::Duration;
+//! use tower_idempotency::MemoryStore;
+//!
+//! let store = MemoryStore::builder()
+//!     .ttl(Duration::from_secs(3600))
+//!     .capacity(1_000_000)
+//!     .build()?;
+//! assert!(store.is_empty());
+//! # Ok::<_, tower_idempotency::ConfigError>(())
+//! ```
+
+use super::Store;
+use crate::{
+    error::ConfigError,
+    event::{Event, Reporter},
+    id::MessageId,
+};
+use foldhash::quality::RandomState;
+use hashbrown::{HashTable, hash_table::Entry};
+use std::{
+    collections::VecDeque,
+    convert::Infallible,
+    fmt,
+    future::{Ready, ready},
+    hash::BuildHasher,
+    mem,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+const DEFAULT_TTL: Duration = Duration::from_secs(24 * 3600);
+const DEFAULT_CAPACITY: usize = 10_000_000;
+
+/// Enough that threads seldom meet, few enough that the tables stay large; a power of two.
+const MAX_SHARDS: usize = 16;
+/// Coarse clocks advance once in a scheduler tick, which is at most this long.
+const TICK: u64 = 10_000_000;
+/// Below this, the chance spread of ids over the shards would show in the capacity.
+const MIN_SHARD_CAPACITY: usize = 16_384;
+
+/// A [`Store`] in this process's memory, with a TTL and a capacity.
+///
+/// Clones share one record. It serves one process: it is gone with a restart, and other workers
+/// do not see it. Every method locks one shard of the record for the time of a few table
+/// look-ups; none of them waits for anything else.
+///
+/// See the [module docs](self) for how ids expire.
+#[derive(Clone)]
+pub struct MemoryStore {
+    record: Arc<Record>,
+}
+
+/// Sets up a [`MemoryStore`].
+#[derive(Clone)]
+#[must_use]
+pub struct MemoryStoreBuilder {
+    ttl: Duration,
+    capacity: usize,
+    clock: Option<Clock>,
+    reporter: Reporter,
+}
+
+struct Record {
+    shards: Box<[Shard]>,
+    hasher: RandomState,
+    clock: Clock,
+    limits: Limits,
+    ttl: Duration,
+    capacity: usize,
+    evicted: AtomicU64,
+    reporter: Reporter,
+}
+
+/// Alone on its cache lines, so that neighbours do not slow each other down.
+#[repr(align(128))]
+struct Shard(Mutex<Generations>);
+
+/// What one shard is held to. Times are nanoseconds.
+#[derive(Clone, Copy, Debug)]
+struct Limits {
+    /// How long a closed generation is kept; `None`: ids never expire.
+    ttl: Option<u64>,
+    /// How long a generation is open.
+    window: u64,
+    /// How many ids one shard holds.
+    ids: usize,
+    /// How many ids close a generation.
+    quarter: usize,
+}
+
+/// Nanoseconds since an origin of its own.
+#[derive(Clone)]
+enum Clock {
+    System(Instant),
+    /// The system's clock as of its last tick.
+    #[cfg(target_os = "linux")]
+    Coarse,
+    Driven(Arc<dyn Fn() -> Duration + Send + Sync>),
+}
+
+/// The ids of one shard, oldest generation first.
+#[derive(Default)]
+struct Generations {
+    closed: VecDeque<Generation>,
+    open: Generation,
+    /// Over all generations.
+    len: usize,
+}
+
+#[derive(Default)]
+struct Generation {
+    /// It takes no id from this time on. Set when the first id comes, brought forward when it is
+    /// closed before its time.
+    until: u64,
+    /// Canonical UUIDs, 16 bytes each.
+    uuids: HashTable<u128>,
+    /// Every other id, verbatim.
+    others: HashTable<Box<str>>,
+}
+
+/// How an id is looked up: its hash, computed once, and what is compared in full.
+#[derive(Clone, Copy)]
+struct Key<'a> {
+    hash: u64,
+    id: Id<'a>,
+}
+
+#[derive(Clone, Copy)]
+enum Id<'a> {
+    Uuid(u128),
+    Other(&'a str),
+}
+
+// ===== impl MemoryStore =====
+
+impl MemoryStore {
+    /// A record of 10,000,000 ids that are kept for 24 hours.
+    ///
+    /// Takes memory as ids come, not at once.
+    #[must_use]
+    pub fn new() -> Self {
+        MemoryStoreBuilder::new().open(DEFAULT_TTL)
+    }
+
+    /// Sets up a record with a TTL or capacity of one's own.
+    pub fn builder() -> MemoryStoreBuilder {
+        MemoryStoreBuilder::new()
+    }
+
+    /// How many ids are remembered.
+    ///
+    /// Visits every shard; ids past their generation's end are dropped first and not counted.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        let mut len = 0;
+        for shard in &self.record.shards {
+            let mut generations = shard.lock();
+            let now = self.record.clock.now();
+            let expired = generations.expire(now, &self.record.limits);
+            len += generations.len;
+            drop(generations);
+            drop(expired);
+        }
+        len
+    }
+
+    /// Whether no id is remembered.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How many ids this record holds at most.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.record.capacity
+    }
+
+    /// How many ids were dropped before their time because the record was full.
+    ///
+    /// Above zero, a duplicate of a dropped id runs again: the capacity is too small for the TTL.
+    #[must_use]
+    pub fn evicted(&self) -> u64 {
+        self.record.evicted.load(Ordering::Relaxed)
+    }
+
+    /// Drops every id and gives its memory back.
+    pub fn clear(&self) {
+        for shard in &self.record.shards {
+            let old = mem::take(&mut *shard.lock());
+            drop(old);
+        }
+    }
+}
+
+impl Default for MemoryStore {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for MemoryStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryStore")
+            .field("ttl", &self.record.ttl)
+            .field("capacity", &self.record.capacity)
+            .field("evicted", &self.evicted())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Store for MemoryStore {
+    type Error = Infallible;
+    type Future<T: Send + 'static> = Ready<Result<T, Infallible>>;
+
+    fn seen(&self, id: &MessageId) -> Self::Future<bool> {
+        ready(Ok(self.record.seen(id)))
+    }
+
+    fn remember(&self, id: &MessageId) -> Self::Future<()> {
+        self.record.remember(id);
+        ready(Ok(()))
+    }
+
+    fn forget(&self, id: &MessageId) -> Self::Future<()> {
+        self.record.forget(id);
+        ready(Ok(()))
+    }
+}
+
+// ===== impl MemoryStoreBuilder =====
+
+impl MemoryStoreBuilder {
+    fn new() -> Self {
+        MemoryStoreBuilder {
+            ttl: DEFAULT_TTL,
+            capacity: DEFAULT_CAPACITY,
+            clock: None,
+            reporter: Reporter::default(),
+        }
+    }
+
+    /// How long an id is remembered, counted from when it was remembered last; 24 hours unless set.
+    ///
+    /// An id lives between `ttl` and `ttl` × 1.25. Less than a millisecond becomes one
+    /// millisecond; more than the clock can count (centuries) means that ids never expire.
+    pub fn ttl(mut self, ttl: Duration) -> Self {
+        self.ttl = ttl;
+        self
+    }
+
+    /// How many ids are held at most; 10,000,000 unless set.
+    ///
+    /// When the record is full the oldest ids go first, at most a quarter of it at once; that is
+    /// counted by [`MemoryStore::evicted`] and reported as [`Event::Evicted`]. A large record is
+    /// kept in up to 64 parts that fill by chance, so its first ids may go when it is a few
+    /// percent short of full.
+    pub fn capacity(mut self, ids: usize) -> Self {
+        self.capacity = ids;
+        self
+    }
+
+    /// Takes the time from `clock` in place of the system's monotonic clock, as tests do.
+    ///
+    /// It answers the time since any fixed origin, and must not run backwards.
+    pub fn clock(mut self, clock: impl Fn() -> Duration + Send + Sync + 'static) -> Self {
+        self.clock = Some(Clock::Driven(Arc::new(clock)));
+        self
+    }
+
+    /// Is told of ids that were dropped because the record was full.
+    ///
+    /// Runs on the caller's thread, outside the record's locks. A panic in it is caught.
+    pub fn on_event(mut self, hook: impl Fn(&Event<'_>) + Send + Sync + 'static) -> Self {
+        self.reporter = Reporter::new(hook);
+        self
+    }
+
+    /// Makes the record.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] for a TTL or a capacity of zero.
+    pub fn build(self) -> Result<MemoryStore, ConfigError> {
+        if self.capacity == 0 {
+            return Err(ConfigError::new("capacity", "0", "at least one id"));
+        }
+        if self.ttl.is_zero() {
+            return Err(ConfigError::new("ttl", "0", "a time above zero"));
+        }
+        let ttl = self.ttl.max(Duration::from_millis(1));
+        Ok(self.open(ttl))
+    }
+
+    fn open(self, ttl: Duration) -> MemoryStore {
+        let shards = 1
+            << (self.capacity / MIN_SHARD_CAPACITY)
+                .clamp(1, MAX_SHARDS)
+                .ilog2();
+        let clock = self.clock.unwrap_or_else(|| Clock::system(ttl));
+        MemoryStore {
+            record: Arc::new(Record {
+                shards: (0..shards).map(|_| Shard::default()).collect(),
+                hasher: RandomState::default(),
+                limits: Limits::new(ttl, self.capacity / shards, clock.tick()),
+                clock,
+                ttl,
+                capacity: self.capacity,
+                evicted: AtomicU64::new(0),
+                reporter: self.reporter,
+            }),
+        }
+    }
+}
+
+impl fmt::Debug for MemoryStoreBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryStoreBuilder")
+            .field("ttl", &self.ttl)
+            .field("capacity", &self.capacity)
+            .finish_non_exhaustive()
+    }
+}
+
+// ===== impl Record =====
+
+impl Record {
+    fn seen(&self, id: &MessageId) -> bool {
+        let key = self.key(id);
+        let mut generations = self.shard(key.hash).lock();
+        // The clock is read only for an id that is there: what was never remembered, or was
+        // dropped, is unknown at any time.
+        let Some(until) = generations.find(key).map(|found| found.until) else {
+            return false;
+        };
+        let now = self.clock.now();
+        let expired = generations.expire(now, &self.limits);
+        drop(generations);
+        drop(expired);
+        self.limits.ttl.is_none_or(|ttl| now < until + ttl)
+    }
+
+    fn remember(&self, id: &MessageId) {
+        let key = self.key(id);
+        let mut generations = self.shard(key.hash).lock();
+        // Read under the lock: a time that waited for it could put the id where it ends too soon.
+        let now = self.clock.now();
+        let expired = generations.expire(now, &self.limits);
+        let evicted = generations.remember(key, now, &self.limits, &self.hasher);
+        drop(generations);
+        // Their memory is given back outside the lock.
+        drop(expired);
+        if let Some(evicted) = evicted {
+            let count = evicted.len() as u64;
+            drop(evicted);
+            self.evicted.fetch_add(count, Ordering::Relaxed);
+            self.reporter.report(&Event::Evicted { count });
+        }
+    }
+
+    fn forget(&self, id: &MessageId) {
+        let key = self.key(id);
+        self.shard(key.hash).lock().forget(key);
+    }
+
+    fn key<'a>(&self, id: &'a MessageId) -> Key<'a> {
+        let id = match id.as_uuid() {
+            Some(uuid) => Id::Uuid(uuid),
+            None => Id::Other(id.as_str()),
+        };
+        let hash = match id {
+            Id::Uuid(uuid) => self.hasher.hash_one(uuid),
+            Id::Other(text) => self.hasher.hash_one(text),
+        };
+        Key { hash, id }
+    }
+
+    fn shard(&self, hash: u64) -> &Shard {
+        // The table takes its bucket from the low bits and its tag from the top seven.
+        &self.shards[(hash >> 50) as usize & (self.shards.len() - 1)]
+    }
+}
+
+// ===== impl Shard =====
+
+impl Shard {
+    /// A panic under the lock would leave the tables whole, so a poisoned lock is no reason to
+    /// stop deduplicating.
+    fn lock(&self) -> MutexGuard<'_, Generations> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Default for Shard {
+    fn default() -> Self {
+        Shard(Mutex::new(Generations::default()))
+    }
+}
+
+// ===== impl Clock =====
+
+impl Clock {
+    fn system(ttl: Duration) -> Self {
+        #[cfg(target_os = "linux")]
+        if ttl >= Duration::from_secs(1) {
+            return Clock::Coarse;
+        }
+        let _ = ttl;
+        Clock::System(Instant::now())
+    }
+
+    /// By how much it may be late, nanoseconds.
+    fn tick(&self) -> u64 {
+        match self {
+            #[cfg(target_os = "linux")]
+            Clock::Coarse => TICK,
+            _ => 0,
+        }
+    }
+
+    fn now(&self) -> u64 {
+        let since = match self {
+            Clock::System(origin) => origin.elapsed(),
+            #[cfg(target_os = "linux")]
+            Clock::Coarse => {
+                use rustix::time::{ClockId, clock_gettime};
+
+                let now = clock_gettime(ClockId::MonotonicCoarse);
+                return now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
+            }
+            Clock::Driven(clock) => clock(),
+        };
+        nanos(since).min(u64::MAX / 2)
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    time.as_secs()
+        .saturating_mul(1_000_000_000)
+        .saturating_add(u64::from(time.subsec_nanos()))
+}
+
+// ===== impl Limits =====
+
+impl Limits {
+    /// A clock that is late by up to a tick makes a life end up to a tick too soon, or too late.
+    /// So a closed generation is kept for a tick longer, and the open one closed two ticks sooner:
+    /// the bounds of a life hold exactly.
+    fn new(ttl: Duration, ids: usize, tick: u64) -> Self {
+        // A quarter of the range leaves room for every sum of a time and a TTL.
+        let ttl = Some(nanos(ttl)).filter(|&ttl| ttl < u64::MAX / 4);
+        Limits {
+            ttl: ttl.map(|ttl| ttl + tick),
+            window: ttl.map_or(0, |ttl| ttl / 4 - 2 * tick),
+            ids,
+            quarter: (ids / 4).max(1),
+        }
+    }
+}
+
+// ===== impl Generations =====
+
+impl Generations {
+    fn find(&self, key: Key<'_>) -> Option<&Generation> {
+        if self.open.contains(key) {
+            return Some(&self.open);
+        }
+        self.closed.iter().rev().find(|old| old.contains(key))
+    }
+
+    /// Closes the open generation when its time is over and takes out those past their end.
+    fn expire(&mut self, now: u64, limits: &Limits) -> Vec<Generation> {
+        let mut expired = Vec::new();
+        let Some(ttl) = limits.ttl else {
+            return expired;
+        };
+        if !self.open.is_empty() && now >= self.open.until {
+            self.close();
+        }
+        while self
+            .closed
+            .front()
+            .is_some_and(|old| now >= old.until + ttl)
+        {
+            if let Some(old) = self.closed.pop_front() {
+                self.len -= old.len();
+                expired.push(old);
+            }
+        }
+        expired
+    }
+
+    fn close(&mut self) {
+        self.closed.push_back(mem::take(&mut self.open));
+    }
+
+    /// Puts an id into the open generation; answers the generation that had to make room.
+    fn remember(
+        &mut self,
+        key: Key<'_>,
+        now: u64,
+        limits: &Limits,
+        hasher: &RandomState,
+    ) -> Option<Generation> {
+        if self.open.len() >= limits.quarter && !self.open.contains(key) {
+            self.open.until = now;
+            self.close();
+        }
+        if self.open.is_empty() {
+            self.open.until = now + limits.window;
+        }
+        if !self.open.insert(key, hasher) {
+            return None;
+        }
+        self.len += 1;
+        self.forget_closed(key);
+        if self.len <= limits.ids {
+            return None;
+        }
+        let evicted = self.closed.pop_front()?;
+        self.len -= evicted.len();
+        Some(evicted)
+    }
+
+    fn forget(&mut self, key: Key<'_>) {
+        if self.open.remove(key) {
+            self.len -= 1;
+        } else {
+            self.forget_closed(key);
+        }
+    }
+
+    fn forget_closed(&mut self, key: Key<'_>) {
+        let Some(at) = self.closed.iter_mut().position(|old| old.remove(key)) else {
+            return;
+        };
+        self.len -= 1;
+        if self.closed[at].is_empty() {
+            self.closed.remove(at);
+        }
+    }
+}
+
+// ===== impl Generation =====
+
+impl Generation {
+    fn len(&self) -> usize {
+        self.uuids.len() + self.others.len()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn contains(&self, key: Key<'_>) -> bool {
+        match key.id {
+            Id::Uuid(uuid) => self.uuids.find(key.hash, |&known| known == uuid).is_some(),
+            Id::Other(text) => self
+                .others
+                .find(key.hash, |known| **known == *text)
+                .is_some(),
+        }
+    }
+
+    /// Answers whether it is new.
+    fn insert(&mut self, key: Key<'_>, hasher: &RandomState) -> bool {
+        match key.id {
+            Id::Uuid(uuid) => {
+                match self.uuids.entry(
+                    key.hash,
+                    |&known| known == uuid,
+                    |known| hasher.hash_one(known),
+                ) {
+                    Entry::Occupied(_) => return false,
+                    Entry::Vacant(vacant) => vacant.insert(uuid),
+                };
+            }
+            Id::Other(text) => {
+                match self.others.entry(
+                    key.hash,
+                    |known| **known == *text,
+                    |known| hasher.hash_one(known),
+                ) {
+                    Entry::Occupied(_) => return false,
+                    Entry::Vacant(vacant) => vacant.insert(text.into()),
+                };
+            }
+        }
+        true
+    }
+
+    fn remove(&mut self, key: Key<'_>) -> bool {
+        match key.id {
+            Id::Uuid(uuid) => match self.uuids.find_entry(key.hash, |&known| known == uuid) {
+                Ok(entry) => {
+                    entry.remove();
+                    true
+                }
+                Err(_) => false,
+            },
+            Id::Other(text) => match self.others.find_entry(key.hash, |known| **known == *text) {
+                Ok(entry) => {
+                    entry.remove();
+                    true
+                }
+                Err(_) => false,
+            },
+        }
+    }
+}
