@@ -1,0 +1,183 @@
+use super::{Idempotency, outcome::OutcomeLayer};
+use crate::{
+    ack::Always,
+    call::Shared,
+    event::{Event, Reporter},
+    id::MetaId,
+    store::Store,
+};
+use std::{sync::Arc, time::Duration};
+use tower_layer::{Layer, Stack};
+
+const DEFAULT_STORE_TIMEOUT: Duration = Duration::from_secs(5);
+const DEFAULT_MARK_RETRIES: u32 = 3;
+
+/// Wraps services in [`Idempotency`].
+///
+/// See the [module docs](crate::idempotency) for examples.
+///
+/// Clones, and the services made by them, share the store and what they were set up with. A
+/// setting changed on a clone is the clone's own.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct IdempotencyLayer<St, X = MetaId, D = Always> {
+    pub(super) shared: Arc<Shared<St>>,
+    pub(super) extract: X,
+    pub(super) is_done: D,
+}
+
+/// What to do with a message when the store cannot say whether it ran before.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum OnStoreError {
+    /// Do not run it: answer [`StoreError`](crate::StoreError), so that the broker redelivers it.
+    #[default]
+    FailClosed,
+    /// Run it, and remember it if the store is back by then. It may be run twice.
+    FailOpen,
+}
+
+/// What to answer when a handler succeeded and its id could not be remembered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum OnMarkError {
+    /// The handler's own answer, since the effect happened. The message is acked; if its broker
+    /// redelivers it nevertheless, it runs again.
+    #[default]
+    Answer,
+    /// [`StoreError`](crate::StoreError), and the handler's answer is lost. The broker redelivers
+    /// the message, which then runs again.
+    Fail,
+}
+
+// ===== impl IdempotencyLayer =====
+
+impl<St: Store> IdempotencyLayer<St> {
+    /// Runs each `meta.id` once, as `store` records it.
+    ///
+    /// Unless set otherwise: a store command may take 5 seconds; a store that cannot say whether
+    /// a message ran fails its call; a mark that fails is sent again 3 times, after 100, 200 and
+    /// 400 ms, and then reported.
+    pub fn new(store: St) -> Self {
+        IdempotencyLayer {
+            shared: Arc::new(Shared {
+                store,
+                limit: Some(DEFAULT_STORE_TIMEOUT),
+                mark_retries: DEFAULT_MARK_RETRIES,
+                fail_open: false,
+                fail_on_mark_error: false,
+                reporter: Reporter::default(),
+                #[cfg(feature = "tokio")]
+                left_over: crate::call::LeftOver::new(),
+            }),
+            extract: MetaId,
+            is_done: Always,
+        }
+    }
+}
+
+impl<St: Store, X, D> IdempotencyLayer<St, X, D> {
+    /// Takes the id from where `extract` says: any [`ExtractId`](crate::ExtractId), such as a
+    /// closure `Fn(&Req) -> Option<impl Into<MessageId>>`.
+    ///
+    /// `None` and the empty id are no usable id: the handler is run and
+    /// [`Event::FailedOpen`] reported.
+    pub fn id_from<Y>(self, extract: Y) -> IdempotencyLayer<St, Y, D> {
+        IdempotencyLayer {
+            shared: self.shared,
+            extract,
+            is_done: self.is_done,
+        }
+    }
+
+    /// Remembers an id only if the handler's Ok means that its work is done.
+    ///
+    /// An Ok for which `is_done` says no is passed on, and a redelivery runs the handler again.
+    /// Without it every Ok is done.
+    pub fn done_if<E>(self, is_done: E) -> IdempotencyLayer<St, X, E> {
+        IdempotencyLayer {
+            shared: self.shared,
+            extract: self.extract,
+            is_done,
+        }
+    }
+
+    /// The time limit of one store command; 5 seconds unless set, `None` for no limit.
+    ///
+    /// It is counted from when the store first has the call wait, so a store in memory pays for
+    /// no timer. When it runs out the answer is unknown, and that is a store error. It needs the
+    /// feature `tokio` and a tokio runtime; elsewhere there is no limit.
+    ///
+    /// # Panics
+    ///
+    /// The call panics, when its store has it wait, on a tokio runtime that was built without its
+    /// time driver.
+    pub fn store_timeout(self, limit: impl Into<Option<Duration>>) -> Self {
+        let limit = limit.into();
+        self.set(|shared| shared.limit = limit)
+    }
+
+    /// What to do when the store cannot say whether a message ran; [`OnStoreError::FailClosed`]
+    /// unless set.
+    pub fn on_store_error(self, policy: OnStoreError) -> Self {
+        self.set(|shared| shared.fail_open = policy == OnStoreError::FailOpen)
+    }
+
+    /// How often a mark that failed is sent again, after pauses of 100 ms, 200 ms and so on; 3
+    /// unless set. Outside a tokio runtime there are no pauses.
+    pub fn mark_retries(self, retries: u32) -> Self {
+        self.set(|shared| shared.mark_retries = retries)
+    }
+
+    /// What to answer when the last try to remember an id failed; [`OnMarkError::Answer`] unless
+    /// set. [`Event::MarkFailed`] is reported either way.
+    pub fn on_mark_error(self, policy: OnMarkError) -> Self {
+        self.set(|shared| shared.fail_on_mark_error = policy == OnMarkError::Fail)
+    }
+
+    /// Is told every decision. A later hook replaces an earlier one.
+    ///
+    /// Runs on the thread of the call, so it must not block. A panic in it is caught.
+    pub fn on_event(self, hook: impl Fn(&Event<'_>) + Send + Sync + 'static) -> Self {
+        self.set(|shared| shared.reporter = Reporter::new(hook))
+    }
+
+    /// Answers with an [`Outcome`](crate::Outcome), to see which messages ran and which were duplicates.
+    ///
+    /// The last setting: it gives a layer that maps the inner service's responses. A predicate
+    /// of [`done_if`](IdempotencyLayer::done_if) is asked about the mapped ones.
+    pub fn outcome(self) -> Stack<OutcomeLayer, Self> {
+        Stack::new(OutcomeLayer::new(), self)
+    }
+
+    /// Waits until no mark is under way any more that a dropped call left to a task.
+    ///
+    /// For the shutdown of a worker: end or drop the calls, await this, then end the runtime. It
+    /// covers this layer, its clones and their services. Marks of calls that are still held by
+    /// somebody are not waited for.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping it changes nothing.
+    #[cfg(feature = "tokio")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "tokio")))]
+    pub async fn drained(&self) {
+        self.shared.left_over.drained().await;
+    }
+
+    fn set(mut self, change: impl FnOnce(&mut Shared<St>)) -> Self {
+        change(Arc::make_mut(&mut self.shared));
+        self
+    }
+}
+
+impl<S, St, X: Clone, D: Clone> Layer<S> for IdempotencyLayer<St, X, D> {
+    type Service = Idempotency<S, St, X, D>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        let layer = IdempotencyLayer {
+            shared: self.shared.clone(),
+            extract: self.extract.clone(),
+            is_done: self.is_done.clone(),
+        };
+        Idempotency { inner, layer }
+    }
+}
