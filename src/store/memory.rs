@@ -46,8 +46,8 @@ use std::{
 const DEFAULT_TTL: Duration = Duration::from_secs(24 * 3600);
 const DEFAULT_CAPACITY: usize = 10_000_000;
 
-/// Enough that threads seldom meet, few enough that the tables stay large; a power of two.
-const MAX_SHARDS: usize = 16;
+/// Enough that threads seldom meet; a power of two.
+const MAX_SHARDS: usize = 64;
 /// Coarse clocks advance once in a scheduler tick, which is at most this long.
 const TICK: u64 = 10_000_000;
 /// Below this, the chance spread of ids over the shards would show in the capacity.
