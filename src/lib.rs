@@ -1,4 +1,86 @@
-//! x
+//! Runs each message once: a tower layer that turns at-least-once delivery into an exactly-once
+//! *effect*.
+//!
+//! Every broker delivers at least once. A worker charges the card, dies before the ack, and the
+//! message comes back. [`IdempotencyLayer`] stands in front of the handler, remembers which
+//! messages had their effect, and answers a copy with Ok without running it again, so that the
+//! broker lets go of it.
+//!
+//! ```
+//! use std::time::Duration;
+//! use tower::{Service, ServiceBuilder, ServiceExt, service_fn, timeout::TimeoutLayer};
+//! use tower_idempotency::{BoxError, DeadLetterLayer, Envelope, IdempotencyLayer, MemoryStore};
+//!
+//! async fn charge(payment: Envelope) -> Result<(), BoxError> {
+//!     // … moves money …
+//!     # let _ = payment;
+//!     Ok(())
+//! }
+//!
+//! # async fn publish(_: Envelope) -> Result<(), BoxError> { Ok(()) }
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), BoxError> {
+//! let store = MemoryStore::builder().ttl(Duration::from_secs(24 * 3600)).build()?;
+//!
+//! let mut consumer = ServiceBuilder::new()
+//!     .layer(DeadLetterLayer::new(service_fn(publish))) // outermost: what failed for good
+//!     .layer(IdempotencyLayer::new(store))              // runs each meta.id once
+//!     .layer(TimeoutLayer::new(Duration::from_secs(30)))
+//!     .service(service_fn(charge));
+//!
+//! # let body = br#"{"job":"urn:shop:payment","trace_id":"t","data":{},"meta":{"id":"m-1","schema_version":1},"attempts":0}"#;
+//! let envelope = Envelope::decode(body)?;
+//! envelope.accepts()?;
+//! consumer.ready().await?.call(envelope).await?; // Ok: ack. Err: no ack, the broker redelivers.
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What is promised
+//!
+//! | | with the seen-set ([`IdempotencyLayer`]) |
+//! |---|---|
+//! | a copy that arrives after the first one succeeded | is skipped and acked |
+//! | a message whose handler failed, panicked or was dropped | runs again |
+//! | two copies that run at the same time | both run |
+//! | a crash between the effect and the mark | runs again |
+//! | a store that cannot be asked | nothing runs, nothing is acked, nothing is lost |
+//! | a message without an id | runs each time, and is reported |
+//!
+//! In doubt a message runs again: losing one is worse than repeating one.
+//!
+//! # The order of the layers
+//!
+//! Outermost first: dead-letter → idempotency → retry → timeout → handler.
+//!
+//! * [`DeadLetterLayer`] inside the idempotency layer would answer Ok for a message that never had
+//!   its effect; it would be remembered as done, and its redrive skipped.
+//! * A retry outside works, and asks the store for each attempt.
+//! * A timeout outside works, too: a mark that is due when the call is dropped is still made. Its
+//!   error is the timeout's, although the effect may have happened, and
+//!   [`DeadLetterLayer`] should be told to
+//!   [let it through](dead_letter::DeadLetterLayer::transient_if).
+//!
+//! # Messages
+//!
+//! [`Envelope`] is BabelQueue's message, which its SDKs for PHP, Go, Python, Node, Java and .NET
+//! read and write. Any other request type is served by a closure that names it:
+//! [`IdempotencyLayer::id_from`].
+//!
+//! # Stores
+//!
+//! [`MemoryStore`] serves one process and forgets with it. A [`Store`] of one's own is three
+//! methods.
+//!
+//! # Features
+//!
+//! | feature | |
+//! |---|---|
+//! | `tokio` (default) | limits the time of store commands, pauses between tries of a mark, finishes the marks that dropped calls left. Without it the layer runs on any executor and does none of this. |
+//! | `tracing` | tells each [event] to `tracing` |
+//! | `metrics` | counts each [event] with `metrics` |
+//! | `full` | all of them |
+
 #![forbid(unsafe_code)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]

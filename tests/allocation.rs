@@ -21,7 +21,7 @@ struct Counting;
 
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
-    static BYTES: Cell<isize> = const { Cell::new(0) };
+    static BYTES: Cell<i64> = const { Cell::new(0) };
 }
 
 #[global_allocator]
@@ -31,13 +31,13 @@ static COUNTING: Counting = Counting;
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        BYTES.set(BYTES.get() + layout.size().cast_signed());
+        BYTES.set(BYTES.get() + layout.size() as i64);
         // SAFETY: the caller's promise.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        BYTES.set(BYTES.get() - layout.size().cast_signed());
+        BYTES.set(BYTES.get() - layout.size() as i64);
         // SAFETY: the caller's promise.
         unsafe { System.dealloc(pointer, layout) }
     }

@@ -5,9 +5,9 @@ mod support;
 use std::{
     future::{Future, poll_fn},
     panic::{AssertUnwindSafe, catch_unwind},
-    pin::pin,
+    pin::{Pin, pin},
     sync::mpsc,
-    task::{Context, Poll, Waker},
+    task::Poll,
     time::Duration,
 };
 use support::{
@@ -199,31 +199,13 @@ async fn nothing_is_marked_for_a_handler_that_failed() {
     assert!(events.all().is_empty());
 }
 
-// ===== without a runtime =====
-
-#[test]
-fn outside_a_runtime_nothing_is_timed_and_nothing_panics() {
-    let faults = [
-        (Remember, Before, Fail),
-        (Remember, Before, Fail),
-        (Seen, Before, Hang),
-    ];
-    let (handler, store) = (Handler::default(), FaultStore::new(faults));
-    let mut service = IdempotencyLayer::new(store.clone()).layer(handler.clone());
-    let mut hanging = pin!(service.call(envelope("a")));
-    for _ in 0..3 {
-        let polled = hanging
-            .as_mut()
-            .poll(&mut Context::from_waker(Waker::noop()));
-        assert!(polled.is_pending());
-    }
-    // A mark is sent again without a pause.
-    now(deliver(&mut service, envelope("a"))).unwrap();
-    assert_eq!(store.calls(), [Seen, Seen, Remember, Remember, Remember]);
-    assert!(store.remembers("a"));
-}
-
 // ===== drops =====
+
+/// Polls a call once, that waits for something.
+async fn waits<F: Future>(mut call: Pin<&mut F>) {
+    let polled = poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await;
+    assert!(polled.is_pending());
+}
 
 /// Polls a call this often, then drops it; answers whether it had ended before.
 async fn drop_after<F: Future>(polls: usize, call: F) -> bool {
@@ -363,7 +345,7 @@ async fn drained_waits_for_all_and_for_nothing_else() {
     layer.drained().await;
     for id in ["a", "b"] {
         let mut call = Box::pin(layer.layer(Handler::default()).call(envelope(id)));
-        poll_fn(|cx| Poll::Ready(assert!(call.as_mut().poll(cx).is_pending()))).await;
+        waits(call.as_mut()).await;
     }
     layer.drained().await;
     assert_eq!(start.elapsed().as_secs(), 2);
@@ -377,7 +359,11 @@ fn a_runtime_that_shuts_down_finishes_what_drained_waits_for() {
         FaultStore::new([(Remember, Before, Hang)]),
     );
     let (layer, events) = layer(store.clone());
-    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap();
     let mut service = layer.layer(handler);
     runtime.block_on(async {
         drop_after(1, service.call(envelope("a"))).await;
@@ -396,13 +382,10 @@ fn marking(events: &Events) -> (Runtime, FaultStore, BoxFuture<()>) {
     let runtime = Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()
-        .start_paused(true)
         .build()
         .unwrap();
     let mut call = Box::pin(async move { drop(service.call(envelope("a")).await) });
-    runtime.block_on(poll_fn(|cx| {
-        Poll::Ready(assert!(call.as_mut().poll(cx).is_pending()))
-    }));
+    runtime.block_on(waits(call.as_mut()));
     (runtime, store, call)
 }
 
@@ -424,9 +407,7 @@ fn dropped_on_a_thread_without_a_runtime_the_mark_goes_to_the_one_it_was_polled_
         .build()
         .unwrap();
     let mut call = Box::pin(layer.layer(Handler::default()).call(envelope("a")));
-    runtime.block_on(poll_fn(|cx| {
-        Poll::Ready(assert!(call.as_mut().poll(cx).is_pending()))
-    }));
+    runtime.block_on(waits(call.as_mut()));
     std::thread::spawn(move || drop(call)).join().unwrap();
     tell.recv_timeout(10 * SECOND).unwrap();
     assert_eq!(events.all(), ["ran a"]);
@@ -457,22 +438,6 @@ fn dropped_by_a_runtime_that_shuts_down_the_mark_is_reported_as_abandoned() {
         assert_eq!(events.all(), ["abandoned a"]);
         assert!(!store.remembers("a"));
     }
-}
-
-#[test]
-fn without_any_runtime_the_mark_is_reported_as_abandoned() {
-    let store = FaultStore::new([(Remember, Before, Hang)]);
-    let (layer, events) = layer(store.clone());
-    let mut call = Box::pin(layer.layer(Handler::default()).call(envelope("a")));
-    assert!(
-        call.as_mut()
-            .poll(&mut Context::from_waker(Waker::noop()))
-            .is_pending()
-    );
-    assert_eq!(store.calls(), [Seen, Remember]);
-    drop(call);
-    assert_eq!(events.all(), ["abandoned a"]);
-    assert_eq!(store.calls(), [Seen, Remember], "the drop calls no store");
 }
 
 #[tokio::test(start_paused = true)]
