@@ -7,7 +7,7 @@ use std::{
     collections::BTreeMap,
     future::Future,
     io,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Waker},
     time::Duration,
 };
@@ -22,6 +22,13 @@ use tower_idempotency::{
     Envelope, IdempotencyLayer, MemoryStore, OnStoreError, Store,
     error::Operation::{Remember, Seen},
 };
+
+/// One test at a time: `tracing` keeps for all threads what the subscriber of one of them wants.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Makes each event happen, each another number of times; answers what the hooks were told.
 fn everything_happens() -> Vec<String> {
@@ -77,6 +84,7 @@ fn everything_happens() -> Vec<String> {
 
 #[test]
 fn metrics_count_what_the_hooks_are_told() {
+    let _alone = alone();
     let recorder = DebuggingRecorder::new();
     let told = metrics::with_local_recorder(&recorder, everything_happens);
     let counted: BTreeMap<String, u64> = recorder
@@ -148,6 +156,7 @@ fn log(level: tracing::Level, work: impl FnOnce()) -> Vec<String> {
 
 #[test]
 fn the_log_has_the_usual_at_debug_and_the_rest_as_warnings() {
+    let _alone = alone();
     let lines = log(tracing::Level::DEBUG, || drop(everything_happens()));
     let count = |text: &str| lines.iter().filter(|line| line.contains(text)).count();
     assert_eq!(count("DEBUG"), 3 + 2);
@@ -167,6 +176,7 @@ fn the_log_has_the_usual_at_debug_and_the_rest_as_warnings() {
 
 #[test]
 fn what_decode_mended_is_a_warning() {
+    let _alone = alone();
     let body = br#"{"job":"urn:x","urn":"urn:y","timestamp":1,"meta":{"ts":1,"ts":2}}"#;
     let lines = log(tracing::Level::WARN, || {
         drop(Envelope::decode(body).unwrap())
@@ -183,6 +193,7 @@ fn what_decode_mended_is_a_warning() {
 
 #[test]
 fn without_a_subscriber_or_recorder_nothing_happens() {
+    let _alone = alone();
     let mut service = IdempotencyLayer::new(MemoryStore::new()).layer(Handler::default());
     now(deliver(&mut service, envelope("a"))).unwrap();
 }
