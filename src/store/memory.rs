@@ -623,3 +623,92 @@ impl Generation {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A clock that is late by anything up to a tick ends no life before the TTL and none after
+    /// 1.25 of it.
+    #[test]
+    fn a_late_clock_moves_no_bound() {
+        let hasher = RandomState::default();
+        let key = |uuid: u128| Key {
+            hash: hasher.hash_one(uuid),
+            id: Id::Uuid(uuid),
+        };
+        let lateness = [0, TICK / 2, TICK - 1];
+        for ttl in [1_000_000_000, 1_000_000_001, 86_400_000_000_000] {
+            let limits = Limits::new(Duration::from_nanos(ttl), 100, TICK);
+            let window = limits.window;
+            for after in [
+                0,
+                1,
+                window / 2,
+                window - 1,
+                window,
+                window + TICK,
+                ttl / 4,
+                ttl,
+            ] {
+                for (late, later, latest) in lateness.iter().flat_map(|&late| {
+                    lateness
+                        .iter()
+                        .flat_map(move |&later| lateness.map(|l| (late, later, l)))
+                }) {
+                    // The first id opens the generation that the second one may come into.
+                    let mut generations = Generations::default();
+                    let mut remember = |uuid, real: u64, late: u64| {
+                        let now = real - late;
+                        generations.expire(now, &limits);
+                        generations.remember(key(uuid), now, &limits, &hasher);
+                    };
+                    let first = ttl;
+                    let second = first + after;
+                    remember(1, first, late);
+                    remember(2, second, later.min(late + after));
+                    let seen = |real: u64| {
+                        let until = generations.find(key(2)).map(|found| found.until);
+                        until.is_some_and(|until| real - latest < until + limits.ttl.unwrap_or(0))
+                    };
+                    assert!(
+                        seen(second + ttl - 1),
+                        "{ttl} {after} {late} {later} {latest}"
+                    );
+                    assert!(
+                        !seen(second + ttl + ttl / 4),
+                        "{ttl} {after} {late} {later} {latest}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_coarse_clock_is_taken_where_a_tick_does_not_matter() {
+        let tick = |ttl| Clock::system(ttl).tick();
+        assert_eq!(tick(Duration::from_millis(999)), 0);
+        assert_eq!(tick(Duration::from_secs(1)), TICK);
+        let clock = Clock::system(DEFAULT_TTL);
+        let before = clock.now();
+        assert!(before > 0 && clock.now() >= before);
+    }
+
+    #[test]
+    fn a_lock_that_was_poisoned_still_serves() {
+        let store = MemoryStore::builder()
+            .capacity(10)
+            .build()
+            .expect("settings");
+        let poisoner = store.clone();
+        let poisoned = std::thread::spawn(move || {
+            let _guard = poisoner.record.shards[0].0.lock();
+            panic!("as told");
+        });
+        assert!(poisoned.join().is_err());
+        store.record.remember(&"a".into());
+        assert!(store.record.seen(&"a".into()));
+        assert_eq!(store.len(), 1);
+    }
+}
