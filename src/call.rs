@@ -40,34 +40,34 @@ pin_project! {
     pub(crate) struct Limited<F> {
         #[pin]
         command: F,
-        limit: Option<Duration>,
         timer: Option<Timer>,
     }
 }
 
 impl<F> Limited<F> {
-    pub(crate) fn new(command: F, limit: Option<Duration>) -> Self {
+    pub(crate) fn new(command: F) -> Self {
         Limited {
             command,
-            limit,
             timer: None,
         }
     }
 }
 
-impl<F, T, E> Future for Limited<F>
-where
-    F: Future<Output = Result<T, E>>,
-    E: Into<BoxError>,
-{
-    type Output = Result<T, BoxError>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+impl<F> Limited<F> {
+    pub(crate) fn poll<T, E>(
+        self: Pin<&mut Self>,
+        limit: Option<Duration>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<T, BoxError>>
+    where
+        F: Future<Output = Result<T, E>>,
+        E: Into<BoxError>,
+    {
         let this = self.project();
         if let Poll::Ready(answer) = this.command.poll(cx) {
             return Poll::Ready(answer.map_err(Into::into));
         }
-        let Some(limit) = *this.limit else {
+        let Some(limit) = limit else {
             return Poll::Pending;
         };
         if this.timer.is_none() {
@@ -89,8 +89,7 @@ pin_project! {
     /// they hold.
     #[derive(Debug)]
     pub(crate) struct Mark<F> {
-        retries: u32,
-        pause: Duration,
+        sent: u32,
         #[pin]
         state: MarkState<F>,
     }
@@ -113,10 +112,9 @@ pin_project! {
 
 impl<F> Mark<F> {
     /// Sends nothing before it is polled.
-    pub(crate) fn new(retries: u32) -> Self {
+    pub(crate) fn new() -> Self {
         Mark {
-            retries,
-            pause: FIRST_PAUSE,
+            sent: 0,
             state: MarkState::Due,
         }
     }
@@ -135,22 +133,22 @@ impl<F> Mark<F> {
         loop {
             match this.state.as_mut().project() {
                 MarkStateProj::Due => {
-                    let command = Limited::new(shared.store.remember(id), shared.limit);
+                    let command = Limited::new(shared.store.remember(id));
                     this.state.set(MarkState::Sent { command });
                 }
                 MarkStateProj::Sent { command } => {
-                    let Err(source) = ready!(command.poll(cx)) else {
+                    let Err(source) = ready!(command.poll(shared.limit, cx)) else {
                         return Poll::Ready(Ok(()));
                     };
-                    if *this.retries == 0 {
+                    if *this.sent >= shared.mark_retries {
                         return Poll::Ready(Err(StoreError::new(Operation::Remember, source)));
                     }
-                    *this.retries -= 1;
-                    let next = match Timer::start(*this.pause) {
+                    let pause = FIRST_PAUSE.saturating_mul(1 << (*this.sent).min(31));
+                    *this.sent += 1;
+                    let next = match Timer::start(pause) {
                         Some(timer) => MarkState::Pausing { timer },
                         None => MarkState::Due,
                     };
-                    *this.pause = this.pause.saturating_mul(2);
                     this.state.set(next);
                 }
                 MarkStateProj::Pausing { timer } => {

@@ -80,6 +80,17 @@ impl MessageId {
         }
     }
 
+    /// Whether it is empty: no usable id. Asked of each message, it looks at no byte.
+    #[must_use]
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        match &self.0 {
+            Repr::Uuid { .. } => false,
+            Repr::Short { len, .. } => *len == 0,
+            Repr::Long(text) => text.is_empty(),
+        }
+    }
+
     /// The value of an id that is a canonical UUID: lower-case, hyphenated, 36 characters.
     ///
     /// Two ids have the same value only if they are the same bytes.

@@ -36,7 +36,8 @@ pin_project! {
         St: Store,
     {
         #[pin]
-        state: State<S, Req, S::Future, S::Response, St::Future<bool>, St::Future<()>>,
+        state: State<S::Future, S::Response, St::Future<bool>, St::Future<()>>,
+        call: Option<(S, Req)>,
         is_done: D,
         // After the state: what it holds is gone before the guard acts.
         guard: Guard<St>,
@@ -45,16 +46,13 @@ pin_project! {
 
 pin_project! {
     #[project = StateProj]
-    enum State<S, Req, F, Res, Seen, Remember> {
+    enum State<F, Res, Seen, Remember> {
         // Nothing was asked yet.
-        Ready {
-            call: Option<(S, Req)>,
-        },
+        Ready,
         // The store was asked whether the id is remembered.
         Asked {
             #[pin]
             seen: Limited<Seen>,
-            call: Option<(S, Req)>,
         },
         // The handler is running.
         Running {
@@ -98,11 +96,9 @@ where
         service: S,
         request: Req,
     ) -> Self {
-        let state = State::Ready {
-            call: Some((service, request)),
-        };
         ResponseFuture {
-            state,
+            state: State::Ready,
+            call: Some((service, request)),
             is_done,
             guard: Guard::new(shared, Some(id)),
         }
@@ -113,6 +109,7 @@ where
         let state = State::Running { response };
         ResponseFuture {
             state,
+            call: None,
             is_done,
             guard: Guard::new(shared, None),
         }
@@ -134,18 +131,16 @@ where
         let guard = this.guard;
         loop {
             match this.state.as_mut().project() {
-                StateProj::Ready { call } => {
+                StateProj::Ready => {
                     let id = guard
                         .id
                         .as_ref()
                         .expect("only a message with an id is asked for");
-                    let seen = Limited::new(guard.shared.store.seen(id), guard.shared.limit);
-                    let call = call.take();
-                    this.state.set(State::Asked { seen, call });
+                    let seen = Limited::new(guard.shared.store.seen(id));
+                    this.state.set(State::Asked { seen });
                 }
-                StateProj::Asked { seen, call } => {
-                    let answer = ready!(seen.poll(cx));
-                    let call = call.take();
+                StateProj::Asked { seen } => {
+                    let answer = ready!(seen.poll(guard.shared.limit, cx));
                     let id = guard
                         .id
                         .as_ref()
@@ -154,7 +149,7 @@ where
                         Ok(false) => {}
                         Ok(true) => {
                             // Gives back what the service had reserved.
-                            drop(call);
+                            *this.call = None;
                             this.state.set(State::Done);
                             guard.shared.reporter.report(&Event::Duplicate { id });
                             return Poll::Ready(Ok(Ack::ack()));
@@ -162,7 +157,7 @@ where
                         Err(source) => {
                             let error = StoreError::new(Operation::Seen, source);
                             if !guard.shared.fail_open {
-                                drop(call);
+                                *this.call = None;
                                 this.state.set(State::Done);
                                 guard
                                     .shared
@@ -177,14 +172,14 @@ where
                             guard.shared.reporter.report(&event);
                         }
                     }
-                    let (mut service, request) = call.expect("polled after completion");
+                    let (mut service, request) = this.call.take().expect("polled after completion");
                     let response = service.call(request);
                     this.state.set(State::Running { response });
                 }
                 StateProj::Running { response } => match ready!(response.poll(cx)) {
                     Ok(response) if guard.id.is_some() && this.is_done.is_done(&response) => {
                         guard.armed = true;
-                        let mark = Mark::new(guard.shared.mark_retries);
+                        let mark = Mark::new();
                         this.state.set(State::Marking {
                             mark,
                             response: Some(response),
@@ -235,7 +230,7 @@ where
 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = match self.state {
-            State::Ready { .. } => "Ready",
+            State::Ready => "Ready",
             State::Asked { .. } => "Asked",
             State::Running { .. } => "Running",
             State::Marking { .. } => "Marking",
@@ -310,7 +305,7 @@ struct LeftOverMark<St: Store> {
 #[cfg(feature = "tokio")]
 impl<St: Store> LeftOverMark<St> {
     async fn make(mut self) {
-        let mut mark = std::pin::pin!(Mark::new(self.shared.mark_retries));
+        let mut mark = std::pin::pin!(Mark::new());
         let answer =
             std::future::poll_fn(|cx| mark.as_mut().poll(&self.shared, &self.id, cx)).await;
         self.answered = true;

@@ -167,13 +167,13 @@ where
             extract,
             is_done,
         } = &self.layer;
-        match extract.extract_id(&request).filter(|id| !id.is_empty()) {
-            Some(id) => {
+        match extract.extract_id(&request) {
+            Some(id) if !id.is_empty() => {
                 let clone = self.inner.clone();
                 let ready = mem::replace(&mut self.inner, clone);
                 ResponseFuture::ask(shared.clone(), is_done.clone(), id, ready, request)
             }
-            None => {
+            _ => {
                 shared.reporter.report(&Event::FailedOpen {
                     id: None,
                     error: None,
