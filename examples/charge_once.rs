@@ -32,7 +32,7 @@ use tower::{
 use tower_idempotency::{
     BoxError, DeadLetterLayer, Envelope, IdempotencyLayer, MemoryStore, MessageId, Outcome,
     dead_letter::poison,
-    envelope::{DeadLetter, Headers, Reason},
+    envelope::{DeadLetterBlock, Headers, Reason},
     event::Event,
 };
 
@@ -159,7 +159,7 @@ where
         let message = match Envelope::decode(line) {
             Ok(message) => message,
             Err(error) => {
-                let block = DeadLetter::new(Reason::Poison)
+                let block = DeadLetterBlock::new(Reason::Poison)
                     .with_error(&error)
                     .with_original_queue(QUEUE);
                 return self.bad(number, error.into(), Some(poison(line, &block).into()));

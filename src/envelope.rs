@@ -99,7 +99,7 @@ struct Body {
     data: Option<Arc<str>>,
     meta: Meta,
     attempts: i64,
-    dead_letter: Option<DeadLetter>,
+    dead_letter: Option<DeadLetterBlock>,
     extras: Extras,
     warnings: Vec<Warning>,
 }
@@ -118,19 +118,19 @@ pub struct Meta {
 /// Why and when a message was put on the dead-letter queue: the block `dead_letter`.
 ///
 /// ```
-/// use tower_idempotency::{Envelope, envelope::{DeadLetter, Reason}};
+/// use tower_idempotency::{Envelope, envelope::{DeadLetterBlock, Reason}};
 ///
 /// let failed = Envelope::new("urn:shop:order", &serde_json::json!({}))?
 ///     .with_queue("orders")
 ///     .with_attempts(3)
-///     .with_dead_letter(DeadLetter::new(Reason::Failed).with_error("card declined"));
+///     .with_dead_letter(DeadLetterBlock::new(Reason::Failed).with_error("card declined"));
 /// let block = failed.dead_letter().unwrap();
 /// assert_eq!(block.original_queue(), Some("orders"));
 /// assert_eq!(block.attempts(), Some(3));
 /// # Ok::<_, tower_idempotency::envelope::EnvelopeError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DeadLetter {
+pub struct DeadLetterBlock {
     reason: Option<Box<str>>,
     error: Option<Box<str>>,
     exception: Option<Box<str>>,
@@ -267,7 +267,7 @@ impl Envelope {
                 Some("data") => data = object_of_data(value)?,
                 Some("meta") => meta = Meta::decode(value, &mut warn)?,
                 Some("attempts") => attempts = integer("/attempts", value)?,
-                Some("dead_letter") => dead_letter = DeadLetter::decode(value)?,
+                Some("dead_letter") => dead_letter = DeadLetterBlock::decode(value)?,
                 Some("timestamp") => warn("/timestamp", FORBIDDEN),
                 _ => extras.push(*member),
             }
@@ -390,7 +390,7 @@ impl Envelope {
 
     /// The block that a dead-lettered message bears.
     #[must_use]
-    pub fn dead_letter(&self) -> Option<&DeadLetter> {
+    pub fn dead_letter(&self) -> Option<&DeadLetterBlock> {
         self.body.dead_letter.as_ref()
     }
 
@@ -484,7 +484,7 @@ impl Envelope {
     /// that is missing or empty, the queue it was received from ([`Headers::queue`]) or what the
     /// block has.
     #[must_use]
-    pub fn with_dead_letter(self, mut block: DeadLetter) -> Self {
+    pub fn with_dead_letter(self, mut block: DeadLetterBlock) -> Self {
         let received = self.headers.queue();
         let queue = self
             .meta()
@@ -621,13 +621,13 @@ impl Meta {
     }
 }
 
-// ===== impl DeadLetter =====
+// ===== impl DeadLetterBlock =====
 
-impl DeadLetter {
+impl DeadLetterBlock {
     /// A block for a message that failed now.
     #[must_use]
     pub fn new(reason: Reason) -> Self {
-        DeadLetter {
+        DeadLetterBlock {
             reason: Some(reason.as_str().into()),
             error: None,
             exception: None,
@@ -713,7 +713,7 @@ impl DeadLetter {
         let Some(members) = object("/dead_letter", value)? else {
             return Ok(None);
         };
-        let mut block = DeadLetter {
+        let mut block = DeadLetterBlock {
             reason: None,
             error: None,
             exception: None,

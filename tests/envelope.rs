@@ -12,7 +12,7 @@ use std::{collections::BTreeMap, error::Error as _};
 use tower_idempotency::{
     Envelope, MessageId,
     dead_letter::poison,
-    envelope::{DeadLetter, DecodeError, EnvelopeError, Headers, Reason, Rejected},
+    envelope::{DeadLetterBlock, DecodeError, EnvelopeError, Headers, Reason, Rejected},
 };
 
 const VALID: &str = r#"{"job":"urn:a","trace_id":"t","data":{"n":1},"meta":{"id":"m","queue":"q","lang":"php","schema_version":1,"created_at":5},"attempts":2}"#;
@@ -190,7 +190,8 @@ fn invalid_utf8_is_poison_also_inside_strings() {
             assert_eq!(error.pointer(), "");
             assert!(error.to_string().ends_with("expected UTF-8"), "{error}");
             let record: Value =
-                serde_json::from_str(&poison(&body, &DeadLetter::new(Reason::Poison))).unwrap();
+                serde_json::from_str(&poison(&body, &DeadLetterBlock::new(Reason::Poison)))
+                    .unwrap();
             assert_eq!(record["raw_encoding"], "base64");
         }
     }
@@ -451,7 +452,7 @@ fn half_a_surrogate_pair_in_a_known_string_is_poison() {
 
 #[test]
 fn a_body_with_half_a_surrogate_pair_is_wrapped() {
-    let block = DeadLetter::new(Reason::Poison);
+    let block = DeadLetterBlock::new(Reason::Poison);
     for body in [
         r#"{"job":"\ud800"}"#,
         r#"{"\udc00":1}"#,
@@ -583,7 +584,7 @@ fn keys_may_be_spelled_with_escapes() {
         envelope.encode(),
         r#"{"job":"urn:a","trace_id":"t","data":{},"meta":{"id":"m"},"attempts":3,"dead_letter":{"reason":"failed","error":null,"exception":null,"original_queue":null}}"#
     );
-    let block = DeadLetter::new(Reason::Poison);
+    let block = DeadLetterBlock::new(Reason::Poison);
     let record: Value =
         serde_json::from_str(&poison(br#"{"dead\u005fletter":1}"#, &block)).unwrap();
     assert_eq!(record["raw"], r#"{"dead\u005fletter":1}"#);
@@ -934,7 +935,7 @@ fn a_replay_is_marked_by_a_header_that_is_not_empty() {
 
 #[test]
 fn the_block_names_the_original_queue() {
-    let block = || DeadLetter::new(Reason::Failed);
+    let block = || DeadLetterBlock::new(Reason::Failed);
     let table = [
         (Some("meta"), Some("received"), Some("block"), Some("meta")),
         (Some(""), Some("received"), Some("block"), Some("received")),
@@ -964,8 +965,8 @@ fn the_block_names_the_original_queue() {
 
 #[test]
 fn the_block_is_written_in_order_with_nulls() {
-    let before = DeadLetter::new(Reason::Failed).failed_at().unwrap();
-    let plain = decode(VALID).with_dead_letter(DeadLetter::new(Reason::UnknownUrn));
+    let before = DeadLetterBlock::new(Reason::Failed).failed_at().unwrap();
+    let plain = decode(VALID).with_dead_letter(DeadLetterBlock::new(Reason::UnknownUrn));
     let failed_at = plain.dead_letter().unwrap().failed_at().unwrap();
     assert!(failed_at >= before);
     assert_eq!(
@@ -976,7 +977,7 @@ fn the_block_is_written_in_order_with_nulls() {
         )
     );
     let full = decode(VALID).with_dead_letter(
-        DeadLetter::new(Reason::Failed)
+        DeadLetterBlock::new(Reason::Failed)
             .with_error("no \"money\"\n")
             .with_exception("shop::Declined"),
     );
@@ -1016,7 +1017,7 @@ fn a_redrive_drops_the_block_and_the_attempts_alone() {
 
 #[test]
 fn a_poison_record_is_the_body_with_a_block() {
-    let block = DeadLetter::new(Reason::Poison)
+    let block = DeadLetterBlock::new(Reason::Poison)
         .with_error("poison \"x\"")
         .with_original_queue("q");
     let failed_at = block.failed_at().unwrap();
@@ -1271,7 +1272,7 @@ proptest! {
             .with_attempts(attempts)
             .with_meta_extra("ext", &text).unwrap()
             .with_extra(&format!("x-{text}"), &number).unwrap()
-            .with_dead_letter(DeadLetter::new(Reason::Failed).with_error(&text));
+            .with_dead_letter(DeadLetterBlock::new(Reason::Failed).with_error(&text));
         let read = decode(&sent.encode());
         prop_assert_eq!(&read, &sent);
         prop_assert_eq!(read.urn(), urn);

@@ -21,7 +21,7 @@ use std::{
 use tower_idempotency::{
     Envelope,
     dead_letter::poison,
-    envelope::{DeadLetter, Headers, Reason},
+    envelope::{DeadLetterBlock, Headers, Reason},
 };
 
 const BODIES: usize = 6_000;
@@ -903,7 +903,7 @@ impl Tally {
     }
 
     fn compare(&mut self, judge: &mut Judge, body: &[u8]) {
-        let block = DeadLetter::new(Reason::Poison)
+        let block = DeadLetterBlock::new(Reason::Poison)
             .with_error("line\nbreak \"quoted\" é \u{1}")
             .with_original_queue("orders");
         let alone = poison(b"{}", &block);
@@ -912,7 +912,7 @@ impl Tally {
             envelope
                 .clone()
                 .with_headers(Headers::new().with_queue(RECEIVED))
-                .with_dead_letter(DeadLetter::new(Reason::Failed).with_error("no\t\"way\" /é"))
+                .with_dead_letter(DeadLetterBlock::new(Reason::Failed).with_error("no\t\"way\" /é"))
         });
         let record = poison(body, &block);
         let verdict = judge.ask(&json!({

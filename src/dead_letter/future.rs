@@ -3,7 +3,7 @@
 use super::layer::Settings;
 use crate::{
     ack::Ack,
-    envelope::{DeadLetter as Block, Envelope},
+    envelope::{DeadLetterBlock, Envelope},
     error::{BoxError, Unpublished},
 };
 use pin_project_lite::pin_project;
@@ -135,7 +135,7 @@ where
 }
 
 fn annotate(envelope: Envelope, failure: &BoxError, settings: &Settings) -> Envelope {
-    let mut block = Block::new((settings.reason)(failure)).with_error(failure);
+    let mut block = DeadLetterBlock::new((settings.reason)(failure)).with_error(failure);
     if let Some(queue) = &settings.queue {
         block = block.with_original_queue(queue);
     }

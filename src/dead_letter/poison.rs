@@ -1,4 +1,4 @@
-use crate::{envelope::DeadLetter, json};
+use crate::{envelope::DeadLetterBlock, json};
 use base64::{Engine, prelude::BASE64_STANDARD};
 use std::str;
 
@@ -10,16 +10,16 @@ use std::str;
 /// `{"raw":"<base64>","raw_encoding":"base64","dead_letter":…}`. Nothing is lost either way.
 ///
 /// ```
-/// use tower_idempotency::{dead_letter::poison, envelope::{DeadLetter, Reason}};
+/// use tower_idempotency::{dead_letter::poison, envelope::{DeadLetterBlock, Reason}};
 ///
-/// let block = DeadLetter::new(Reason::Poison)
+/// let block = DeadLetterBlock::new(Reason::Poison)
 ///     .with_error("poison body: /attempts is a string (\"3\"); expected a 64-bit integer or null")
 ///     .with_original_queue("orders");
 /// let record = poison(br#"{"job":"urn:shop:order","attempts":"3"}"#, &block);
 /// assert!(record.starts_with(r#"{"job":"urn:shop:order","attempts":"3","dead_letter":{"#));
 /// ```
 #[must_use]
-pub fn poison(body: &[u8], block: &DeadLetter) -> String {
+pub fn poison(body: &[u8], block: &DeadLetterBlock) -> String {
     let mut out = String::with_capacity(body.len() + 256);
     match str::from_utf8(body) {
         Ok(text) => match strict_object(text) {

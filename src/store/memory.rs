@@ -48,7 +48,7 @@ const DEFAULT_CAPACITY: usize = 10_000_000;
 
 /// Enough that threads seldom meet; a power of two.
 const MAX_SHARDS: usize = 64;
-/// Coarse clocks advance once in a scheduler tick, which is at most this long.
+/// Coarse clocks advance once in a scheduler tick, which the kernel is built to keep below this.
 const TICK: u64 = 10_000_000;
 /// Below this, the chance spread of ids over the shards would show in the capacity.
 const MIN_SHARD_CAPACITY: usize = 16_384;
@@ -56,8 +56,11 @@ const MIN_SHARD_CAPACITY: usize = 16_384;
 /// A [`Store`] in this process's memory, with a TTL and a capacity.
 ///
 /// Clones share one record. It serves one process: it is gone with a restart, and other workers
-/// do not see it. Every method locks one shard of the record for the time of a few table
-/// look-ups; none of them waits for anything else.
+/// do not see it. It serves one consumer: a second handler of the same messages needs a record of
+/// its own, or each would skip what the other one did.
+///
+/// A command locks one shard of the record for the time of a few table look-ups, now and then for
+/// that of a table's growth; none waits for anything else.
 ///
 /// See the [module docs](self) for how ids expire.
 #[derive(Clone)]
@@ -124,9 +127,11 @@ struct Generations {
 
 #[derive(Default)]
 struct Generation {
-    /// It takes no id from this time on. Set when the first id comes, brought forward when it is
+    /// It takes no id from this time on, and its ids end one TTL later. Brought forward when it is
     /// closed before its time.
     until: u64,
+    /// How late `until` may be for its oldest id: the end of its window.
+    latest: u64,
     /// Canonical UUIDs, 16 bytes each.
     uuids: HashTable<u128>,
     /// Every other id, verbatim.
@@ -269,7 +274,8 @@ impl MemoryStoreBuilder {
     /// When the record is full the oldest ids go first, at most a quarter of it at once; that is
     /// counted by [`MemoryStore::evicted`] and reported as [`Event::Evicted`]. A large record is
     /// kept in up to 64 parts that fill by chance, so its first ids may go when it is a few
-    /// percent short of full.
+    /// percent short of full. Ids are counted, not their bytes: an id that is no UUID is kept
+    /// verbatim, however long it is.
     pub fn capacity(mut self, ids: usize) -> Self {
         self.capacity = ids;
         self
@@ -277,7 +283,8 @@ impl MemoryStoreBuilder {
 
     /// Takes the time from `clock` in place of the system's monotonic clock, as tests do.
     ///
-    /// It answers the time since any fixed origin, and must not run backwards.
+    /// It answers the time since any fixed origin, and must not run backwards. It is asked under a
+    /// lock of the record, so it must neither block nor use the store.
     pub fn clock(mut self, clock: impl Fn() -> Duration + Send + Sync + 'static) -> Self {
         self.clock = Some(Clock::Driven(Arc::new(clock)));
         self
@@ -375,7 +382,7 @@ impl Record {
 
     fn forget(&self, id: &MessageId) {
         let key = self.key(id);
-        self.shard(key.hash).lock().forget(key);
+        self.shard(key.hash).lock().forget(key, &self.hasher);
     }
 
     fn key<'a>(&self, id: &'a MessageId) -> Key<'a> {
@@ -459,8 +466,7 @@ fn nanos(time: Duration) -> u64 {
 
 impl Limits {
     /// A clock that is late by up to a tick makes a life end up to a tick too soon, or too late.
-    /// So a closed generation is kept for a tick longer, and the open one closed two ticks sooner:
-    /// the bounds of a life hold exactly.
+    /// So a closed generation is kept for a tick longer, and the open one closed two ticks sooner.
     fn new(ttl: Duration, ids: usize, tick: u64) -> Self {
         // A quarter of the range leaves room for every sum of a time and a TTL.
         let ttl = Some(nanos(ttl)).filter(|&ttl| ttl < u64::MAX / 4);
@@ -490,7 +496,7 @@ impl Generations {
             return expired;
         };
         if !self.open.is_empty() && now >= self.open.until {
-            self.close();
+            self.closed.push_back(mem::take(&mut self.open));
         }
         while self
             .closed
@@ -505,8 +511,22 @@ impl Generations {
         expired
     }
 
-    fn close(&mut self) {
+    /// Closes the open generation before its time, and joins neighbours that make one together.
+    ///
+    /// Ids that are remembered again or forgotten leave generations behind that hold next to
+    /// nothing. Joined, no two neighbours fit into one quarter and one window any more, so there are
+    /// never more than some twenty, whatever their ids do.
+    fn close(&mut self, now: u64, limits: &Limits, hasher: &RandomState) {
+        self.open.until = now;
         self.closed.push_back(mem::take(&mut self.open));
+        let mut joined: VecDeque<Generation> = VecDeque::new();
+        for younger in self.closed.drain(..) {
+            match joined.back_mut() {
+                Some(older) if older.fits(&younger, limits) => older.join(younger, hasher),
+                _ => joined.push_back(younger),
+            }
+        }
+        self.closed = joined;
     }
 
     /// Puts an id into the open generation; answers the generation that had to make room.
@@ -518,17 +538,17 @@ impl Generations {
         hasher: &RandomState,
     ) -> Option<Generation> {
         if self.open.len() >= limits.quarter && !self.open.contains(key) {
-            self.open.until = now;
-            self.close();
+            self.close(now, limits, hasher);
         }
         if self.open.is_empty() {
             self.open.until = now + limits.window;
+            self.open.latest = self.open.until;
         }
         if !self.open.insert(key, hasher) {
             return None;
         }
         self.len += 1;
-        self.forget_closed(key);
+        self.forget_closed(key, hasher);
         if self.len <= limits.ids {
             return None;
         }
@@ -537,21 +557,23 @@ impl Generations {
         Some(evicted)
     }
 
-    fn forget(&mut self, key: Key<'_>) {
+    fn forget(&mut self, key: Key<'_>, hasher: &RandomState) {
         if self.open.remove(key) {
             self.len -= 1;
         } else {
-            self.forget_closed(key);
+            self.forget_closed(key, hasher);
         }
     }
 
-    fn forget_closed(&mut self, key: Key<'_>) {
-        let Some(at) = self.closed.iter_mut().position(|old| old.remove(key)) else {
+    fn forget_closed(&mut self, key: Key<'_>, hasher: &RandomState) {
+        let Some(at) = self.closed.iter_mut().rposition(|old| old.remove(key)) else {
             return;
         };
         self.len -= 1;
         if self.closed[at].is_empty() {
             self.closed.remove(at);
+        } else {
+            self.closed[at].shrink(hasher);
         }
     }
 }
@@ -565,6 +587,25 @@ impl Generation {
 
     fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Whether a younger neighbour can join it, within one quarter and without an id that ends too
+    /// late.
+    fn fits(&self, younger: &Generation, limits: &Limits) -> bool {
+        self.len() + younger.len() <= limits.quarter
+            && (limits.ttl.is_none() || younger.until <= self.latest)
+    }
+
+    fn join(&mut self, younger: Generation, hasher: &RandomState) {
+        self.until = younger.until;
+        join(&mut self.uuids, younger.uuids, |id| hasher.hash_one(id));
+        join(&mut self.others, younger.others, |id| hasher.hash_one(id));
+    }
+
+    /// Gives memory back once three quarters of the ids have left.
+    fn shrink(&mut self, hasher: &RandomState) {
+        shrink(&mut self.uuids, |id| hasher.hash_one(id));
+        shrink(&mut self.others, |id| hasher.hash_one(id));
     }
 
     fn contains(&self, key: Key<'_>) -> bool {
@@ -621,6 +662,24 @@ impl Generation {
                 Err(_) => false,
             },
         }
+    }
+}
+
+// ===== tables =====
+
+/// Moves the ids of the smaller table into the larger one. No id is in both.
+fn join<T>(into: &mut HashTable<T>, mut from: HashTable<T>, hash: impl Fn(&T) -> u64) {
+    if into.len() < from.len() {
+        mem::swap(into, &mut from);
+    }
+    for id in from {
+        into.insert_unique(hash(&id), id, &hash);
+    }
+}
+
+fn shrink<T>(table: &mut HashTable<T>, hash: impl Fn(&T) -> u64) {
+    if table.len() < table.capacity() / 4 {
+        table.shrink_to(table.len() * 2, hash);
     }
 }
 
@@ -693,6 +752,79 @@ mod tests {
         let clock = Clock::system(DEFAULT_TTL);
         let before = clock.now();
         assert!(before > 0 && clock.now() >= before);
+    }
+
+    /// How many closed generations a record of one shard has at the most meanwhile, and how many
+    /// buckets its tables have at the end.
+    fn worn(ttl: Duration, mut wear: impl FnMut(&MemoryStore, usize)) -> (usize, usize) {
+        let store = MemoryStore::builder()
+            .ttl(ttl)
+            .capacity(400)
+            .build()
+            .expect("settings");
+        let generations = || store.record.shards[0].lock();
+        let mut most = 0;
+        for round in 0..2000 {
+            wear(&store, round);
+            most = most.max(generations().closed.len());
+        }
+        let generations = generations();
+        let all = generations.closed.iter().chain([&generations.open]);
+        (
+            most,
+            all.map(|one| one.uuids.capacity() + one.others.capacity())
+                .sum(),
+        )
+    }
+
+    #[test]
+    fn ids_that_move_or_go_leave_neither_generations_nor_memory() {
+        let id = |number: usize| MessageId::from(number.to_string());
+        for ttl in [DEFAULT_TTL, Duration::MAX] {
+            // 99 ids again and again, and one new one each time.
+            let (generations, buckets) = worn(ttl, |store, round| {
+                (0..99).for_each(|number| store.record.remember(&id(number)));
+                store.record.remember(&id(1000 + round));
+            });
+            assert!(generations <= 20, "{generations} generations");
+            assert!(buckets <= 4000, "{buckets} buckets for 400 ids");
+
+            // All but one of a hundred are forgotten when they are no longer the youngest.
+            let (generations, buckets) = worn(ttl, |store, round| {
+                (0..100).for_each(|number| store.record.remember(&id(100 * round + number)));
+                if let Some(old) = round.checked_sub(2) {
+                    (1..100).for_each(|number| store.record.forget(&id(100 * old + number)));
+                }
+            });
+            assert!(generations <= 20, "{generations} generations");
+            assert!(buckets <= 4000, "{buckets} buckets for 400 ids");
+        }
+    }
+
+    #[test]
+    fn the_clock_is_read_under_the_lock() {
+        use std::sync::OnceLock;
+
+        // A time read before the lock was waited for could be long over.
+        let store = Arc::new(OnceLock::<MemoryStore>::new());
+        let (in_clock, free) = (store.clone(), Arc::new(AtomicU64::new(0)));
+        let count = free.clone();
+        let built = MemoryStore::builder()
+            .capacity(10)
+            .clock(move || {
+                let shard = in_clock
+                    .get()
+                    .map(|store| store.record.shards[0].0.try_lock().is_ok());
+                count.fetch_add(u64::from(shard == Some(true)), Ordering::Relaxed);
+                Duration::ZERO
+            })
+            .build()
+            .expect("settings");
+        let store = store.get_or_init(|| built);
+        store.record.remember(&"a".into());
+        assert!(store.record.seen(&"a".into()));
+        assert_eq!(store.len(), 1);
+        assert_eq!(free.load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::{collections::HashMap, str};
 use tower_idempotency::{
     Envelope,
     dead_letter::poison,
-    envelope::{DeadLetter, Reason},
+    envelope::{DeadLetterBlock, Reason},
 };
 
 /// Every pointer that a decode error may name.
@@ -85,7 +85,7 @@ fn decoded(envelope: &Envelope) {
 
     let dead = envelope
         .clone()
-        .with_dead_letter(DeadLetter::new(Reason::Failed).with_error("it\nfailed"));
+        .with_dead_letter(DeadLetterBlock::new(Reason::Failed).with_error("it\nfailed"));
     let dead = Envelope::decode(dead.encode().as_bytes()).expect("an annotated one can be read");
     let block = dead.dead_letter().expect("it was annotated");
     assert_eq!(block.attempts(), Some(envelope.attempts()));
@@ -95,7 +95,7 @@ fn decoded(envelope: &Envelope) {
 /// What holds for the record of any body: it is one strict JSON object from which the body can be
 /// had again.
 fn record(body: &[u8]) {
-    let block = DeadLetter::new(Reason::Poison).with_error("un\"known\n");
+    let block = DeadLetterBlock::new(Reason::Poison).with_error("un\"known\n");
     let alone = poison(b"{}", &block);
     let end = &alone[1..];
     let record = poison(body, &block);
