@@ -9,8 +9,8 @@
 //! A payment whose data has `"fails": n` fails its first n tries, to show retries and dead letters.
 //! What is on the dead-letter queue at the end is redriven once.
 //!
-//! Exit code 0; 1 when a line was no message a consumer may handle; 2 when the input cannot be
-//! read.
+//! Exit code 0; 1 when a line was no message a consumer may handle, or a message was not acked; 2
+//! when the input cannot be read.
 
 use std::{
     collections::HashMap,
@@ -108,6 +108,14 @@ impl Till {
     }
 }
 
+impl Till {
+    /// What goes back to its broker starts anew.
+    fn forget(&self, id: Option<&MessageId>) {
+        let mut failed = self.failed.lock().expect("no panic under the lock");
+        failed.remove(&id.cloned());
+    }
+}
+
 /// Tries a few times, at once. A worker would pause in between.
 #[derive(Clone)]
 struct Tries(u32);
@@ -189,9 +197,7 @@ where
             self.till.tries.load(Relaxed),
             self.failed_open.load(Relaxed),
         );
-        let id = message
-            .id()
-            .map_or_else(|| "no id".to_owned(), |id| format!("{id:?}"));
+        let id = message.id().cloned();
         let answer = match self.consumer.ready().await {
             Ok(ready) => ready.call(message).await,
             Err(error) => Err(error),
@@ -207,10 +213,16 @@ where
             }
             Ok(_) if tries > 1 => (format!("retried, ran at try {tries}"), &mut sum.retried),
             Ok(_) => ("ran".into(), &mut sum.ran),
-            Err(error) => (format!("not acked: {error}"), &mut sum.not_acked),
+            Err(error) => {
+                self.till.forget(id.as_ref());
+                (format!("not acked: {error}"), &mut sum.not_acked)
+            }
         };
         *count += 1;
-        writeln!(self.out, "{from}: {id}: {what}")
+        match id {
+            Some(id) => writeln!(self.out, "{from}: {id:?}: {what}"),
+            None => writeln!(self.out, "{from}: no id: {what}"),
+        }
     }
 
     /// Brings what is on the dead-letter queue back, once.
@@ -259,10 +271,15 @@ async fn run(mut input: impl BufRead, name: &str) -> io::Result<Summary> {
     let mut line = Vec::new();
     for number in 1.. {
         line.clear();
-        if input.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)? == 0 {
+        if input
+            .by_ref()
+            .take(MAX_LINE + 1)
+            .read_until(b'\n', &mut line)?
+            == 0
+        {
             break;
         }
-        if line.len() as u64 == MAX_LINE && !line.ends_with(b"\n") {
+        if line.len() as u64 > MAX_LINE && !line.ends_with(b"\n") {
             input.skip_until(b'\n')?;
             worker.bad(number, format!("longer than {MAX_LINE} bytes").into(), None)?;
         } else if !line.trim_ascii().is_empty() {
@@ -325,7 +342,7 @@ async fn main() -> ExitCode {
         },
     };
     match ended {
-        Ok(summary) => ExitCode::from(u8::from(summary.bad_lines > 0)),
+        Ok(summary) => ExitCode::from(u8::from(summary.bad_lines + summary.not_acked > 0)),
         // Whoever read the output has seen enough.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
