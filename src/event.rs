@@ -17,7 +17,7 @@
 
 use crate::{error::StoreError, id::MessageId};
 use std::{
-    fmt,
+    fmt, mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
 };
@@ -54,7 +54,8 @@ pub enum Event<'a> {
         /// What the store said.
         error: &'a StoreError,
     },
-    /// The handler succeeded, but its id could not be remembered: a redelivery runs it again.
+    /// The handler succeeded, but the store did not say that its id is remembered: a redelivery may
+    /// run it again.
     #[non_exhaustive]
     MarkFailed {
         /// The message.
@@ -63,7 +64,7 @@ pub enum Event<'a> {
         error: &'a StoreError,
     },
     /// The call was dropped after the handler succeeded, and no runtime was there to remember
-    /// the id: a redelivery runs the handler again.
+    /// the id: a redelivery may run the handler again.
     #[non_exhaustive]
     Abandoned {
         /// The message.
@@ -109,15 +110,23 @@ impl Reporter {
         }
     }
 
-    /// Tells an event. Never panics: a hook that does has changed no outcome.
+    /// Tells an event. Never panics: whoever listens and does has changed no outcome.
     pub(crate) fn report(&self, event: &Event<'_>) {
-        #[cfg(feature = "tracing")]
-        trace(event);
-        #[cfg(feature = "metrics")]
-        count(event);
-        if let Some(hook) = &self.hook {
-            // The panic hook has told of it already.
-            let _ = catch_unwind(AssertUnwindSafe(|| hook(event)));
+        if cfg!(not(any(feature = "tracing", feature = "metrics"))) && self.hook.is_none() {
+            return;
+        }
+        let told = catch_unwind(AssertUnwindSafe(|| {
+            #[cfg(feature = "tracing")]
+            trace(event);
+            #[cfg(feature = "metrics")]
+            count(event);
+            if let Some(hook) = &self.hook {
+                hook(event);
+            }
+        }));
+        if let Err(payload) = told {
+            // The panic was told of already, and what it threw may panic again when it is dropped.
+            mem::forget(payload);
         }
     }
 }

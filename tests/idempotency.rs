@@ -384,6 +384,22 @@ fn a_panic_in_the_hook_changes_no_outcome() {
 }
 
 #[test]
+fn what_a_hook_throws_changes_no_outcome_either() {
+    struct Bomb;
+
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic!("dropped");
+        }
+    }
+
+    let mut service = IdempotencyLayer::new(MemoryStore::new())
+        .on_event(|_| std::panic::panic_any(Bomb))
+        .layer(Handler::default());
+    now(deliver(&mut service, envelope("a"))).unwrap();
+}
+
+#[test]
 fn a_setting_changed_on_a_clone_is_the_clones_own() {
     let store = MemoryStore::new();
     let (layer, events) = layer(store.clone());
@@ -413,6 +429,32 @@ fn one_layer_makes_services_that_share_the_record() {
     assert_eq!(one.get_ref().runs(), 1);
     assert_eq!(one.get_mut().runs(), 1);
     assert_eq!(one.into_inner().runs(), 1);
+}
+
+#[test]
+fn consumers_that_share_a_record_skip_each_others_work() {
+    // Why one record serves one consumer: mail acks a message that it never handled.
+    let (billing, mail) = (Handler::default(), Handler::default());
+    let layer = IdempotencyLayer::new(MemoryStore::new());
+    now(deliver(&mut layer.layer(billing.clone()), envelope("a"))).unwrap();
+    now(deliver(&mut layer.layer(mail.clone()), envelope("a"))).unwrap();
+    assert_eq!((billing.runs(), mail.runs()), (1, 0));
+
+    // Ids of their own are a way out.
+    let store = MemoryStore::new();
+    let own = |consumer: &'static str| {
+        IdempotencyLayer::new(store.clone())
+            .id_from(move |message: &Envelope| Some(format!("{consumer}:{}", message.id()?)))
+    };
+    for _ in 0..2 {
+        now(deliver(
+            &mut own("billing").layer(billing.clone()),
+            envelope("b"),
+        ))
+        .unwrap();
+        now(deliver(&mut own("mail").layer(mail.clone()), envelope("b"))).unwrap();
+    }
+    assert_eq!((billing.runs(), mail.runs()), (2, 1));
 }
 
 #[test]
@@ -501,6 +543,11 @@ fn types_are_what_users_need_them_to_be() {
     all::<MessageId>();
     let mut service = Idempotency::new(Handler::default(), MemoryStore::new());
     debug(&IdempotencyLayer::new(MemoryStore::new()));
+    // Neither the store nor the closures have a Debug of their own.
+    let layer = IdempotencyLayer::new(FaultStore::new([]))
+        .id_from(|_: &Envelope| Some("a"))
+        .done_if(|(): &()| true);
+    debug(&layer.layer(()));
     let future = service.call(envelope("a"));
     send(&future);
     debug(&future);

@@ -175,6 +175,17 @@ fn the_log_has_the_usual_at_debug_and_the_rest_as_warnings() {
 }
 
 #[test]
+fn a_subscriber_that_panics_changes_no_outcome() {
+    let _alone = alone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::DEBUG)
+        .with_writer(|| -> io::Empty { panic!("as told") })
+        .finish();
+    let told = tracing::subscriber::with_default(subscriber, everything_happens);
+    assert!(told.is_empty(), "the hooks come after it");
+}
+
+#[test]
 fn what_decode_mended_is_a_warning() {
     let _alone = alone();
     let body = br#"{"job":"urn:x","urn":"urn:y","timestamp":1,"meta":{"ts":1,"ts":2}}"#;

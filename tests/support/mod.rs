@@ -246,6 +246,10 @@ impl Events {
         }
     }
 
+    pub fn tell(&self, what: &str) {
+        self.0.lock().unwrap().push(what.to_owned());
+    }
+
     pub fn all(&self) -> Vec<String> {
         self.0.lock().unwrap().clone()
     }
