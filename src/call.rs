@@ -18,7 +18,7 @@ use std::{
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
 /// What a layer and its clones and calls share.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Shared<St> {
     pub(crate) store: St,
     /// The time limit of one store command.
@@ -169,10 +169,13 @@ pub(crate) struct Timer(Pin<Box<tokio::time::Sleep>>);
 
 #[cfg(feature = "tokio")]
 impl Timer {
-    /// `None` outside a runtime.
+    /// `None` outside a runtime, and on one that was built without its time driver.
     pub(crate) fn start(duration: Duration) -> Option<Self> {
         tokio::runtime::Handle::try_current().ok()?;
-        Some(Timer(Box::pin(tokio::time::sleep(duration))))
+        // A missing time driver is told by a panic and by nothing else. Here it could come between
+        // a handler's effect and its mark.
+        let sleep = std::panic::catch_unwind(|| Box::pin(tokio::time::sleep(duration)));
+        sleep.ok().map(Timer)
     }
 
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {

@@ -3,11 +3,12 @@
 mod support;
 
 use std::{
-    future::{Future, poll_fn},
+    convert::Infallible,
+    future::{Future, poll_fn, ready},
     panic::{AssertUnwindSafe, catch_unwind},
     pin::{Pin, pin},
     sync::mpsc,
-    task::Poll,
+    task::{Context, Poll, Waker},
     time::Duration,
 };
 use support::{
@@ -22,7 +23,7 @@ use tokio::{
 };
 use tower::{Layer, Service, ServiceExt};
 use tower_idempotency::{
-    IdempotencyLayer, OnMarkError, OnStoreError, StoreError,
+    IdempotencyLayer, MessageId, OnMarkError, OnStoreError, Store, StoreError,
     error::{
         Operation::{self, Remember, Seen},
         TimedOut, is_transient,
@@ -412,6 +413,112 @@ fn dropped_on_a_thread_without_a_runtime_the_mark_goes_to_the_one_it_was_polled_
     tell.recv_timeout(10 * SECOND).unwrap();
     assert_eq!(events.all(), ["ran a"]);
     assert!(store.remembers("a"));
+}
+
+#[test]
+fn dropped_on_another_runtime_the_mark_goes_to_that_one() {
+    // The one it was polled on is gone.
+    let events = Events::default();
+    let (runtime, store, call) = marking(&events);
+    drop(runtime);
+    let other = Builder::new_current_thread().enable_all().build().unwrap();
+    other.block_on(async {
+        drop(call);
+        tokio::task::yield_now().await;
+    });
+    assert_eq!(events.all(), ["ran a"]);
+    assert!(store.remembers("a"));
+}
+
+#[test]
+fn dropped_on_none_the_mark_goes_to_the_runtime_it_was_polled_on_last() {
+    let events = Events::default();
+    let store = FaultStore::new([(Remember, Before, Hang)]);
+    let layer = IdempotencyLayer::new(store.clone())
+        .on_event(events.hook())
+        // A timer would tie the call to the runtime that it was started on.
+        .store_timeout(None);
+    let mut call = Box::pin(layer.layer(Handler::default()).call(envelope("a")));
+    let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
+    let (first, last) = (runtime(), runtime());
+    first.block_on(waits(call.as_mut()));
+    last.block_on(waits(call.as_mut()));
+    drop(first);
+    drop(call);
+    last.block_on(layer.drained());
+    assert_eq!(events.all(), ["ran a"]);
+}
+
+#[test]
+fn on_a_runtime_without_a_time_driver_nothing_is_timed_and_nothing_lost() {
+    let runtime = Builder::new_current_thread().build().unwrap();
+    let faults = [(Remember, Before, Fail), (Remember, After, Fail)];
+    let store = FaultStore::new(faults);
+    let (layer, events) = layer(store.clone());
+    let mut service = layer.layer(Handler::default());
+    runtime
+        .block_on(deliver(&mut service, envelope("a")))
+        .unwrap();
+    assert_eq!(store.calls(), [Seen, Remember, Remember, Remember]);
+
+    let hanging = FaultStore::new([(Seen, Before, Hang)]);
+    let mut service = layer_of(hanging).layer(Handler::default());
+    runtime.block_on(waits(Box::pin(service.call(envelope("b"))).as_mut()));
+    assert_eq!(events.all(), ["ran a"]);
+}
+
+fn layer_of(store: FaultStore) -> IdempotencyLayer<FaultStore> {
+    IdempotencyLayer::new(store)
+}
+
+#[test]
+fn what_a_call_holds_is_gone_before_its_mark_is_handed_on() {
+    // A command that is dropped after the next one was sent could take effect after it.
+    #[derive(Clone)]
+    struct Hanging(Events);
+
+    struct Command(Events);
+
+    impl Future for Command {
+        type Output = Result<(), Infallible>;
+
+        fn poll(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Self::Output> {
+            Poll::Pending
+        }
+    }
+
+    impl Drop for Command {
+        fn drop(&mut self) {
+            self.0.tell("command dropped");
+        }
+    }
+
+    type Answer<T> = Pin<Box<dyn Future<Output = Result<T, Infallible>> + Send>>;
+
+    impl Store for Hanging {
+        type Error = Infallible;
+        type Future<T: Send + 'static> = Answer<T>;
+
+        fn seen(&self, _: &MessageId) -> Answer<bool> {
+            Box::pin(ready(Ok(false)))
+        }
+
+        fn remember(&self, _: &MessageId) -> Answer<()> {
+            Box::pin(Command(self.0.clone()))
+        }
+
+        fn forget(&self, _: &MessageId) -> Answer<()> {
+            Box::pin(ready(Ok(())))
+        }
+    }
+
+    let events = Events::default();
+    let layer = IdempotencyLayer::new(Hanging(events.clone())).on_event(events.hook());
+    let mut call = Box::pin(layer.layer(Handler::default()).call(envelope("a")));
+    let polled = call.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    assert!(polled.is_pending());
+    drop(call);
+    assert_eq!(events.all(), ["command dropped", "abandoned a"]);
 }
 
 #[test]

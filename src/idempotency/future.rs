@@ -26,10 +26,15 @@ pin_project! {
     ///
     /// Dropped before the handler answered Ok, it leaves the message unmarked: a redelivery runs
     /// it. Dropped after that and before the mark was answered, it hands the mark to a task of
-    /// the tokio runtime it was polled on (or that it is dropped on);
-    /// [`IdempotencyLayer::drained`](super::IdempotencyLayer::drained) waits for it. Where no
-    /// runtime is left, or without the feature `tokio`, [`Event::Abandoned`] is reported. The
-    /// drop itself never blocks, never panics and never calls the store.
+    /// the tokio runtime it is dropped on, or else of the one it was last polled on;
+    /// [`IdempotencyLayer::drained`](super::IdempotencyLayer::drained) waits for it. Until that
+    /// task is done a copy runs. Where no runtime is left, or without the feature `tokio`,
+    /// [`Event::Abandoned`] is reported. The drop itself never blocks, never panics and never calls
+    /// the store.
+    ///
+    /// # Panics
+    ///
+    /// When it is polled again after it was ready.
     pub struct ResponseFuture<S, Req, St, D>
     where
         S: Service<Req>,
@@ -76,7 +81,7 @@ struct Guard<St: Store> {
     id: Option<MessageId>,
     /// The effect happened and the mark is not answered.
     armed: bool,
-    /// The runtime that the mark was waiting on.
+    /// The runtime that the mark waits on.
     #[cfg(feature = "tokio")]
     runtime: Option<tokio::runtime::Handle>,
 }
@@ -256,11 +261,10 @@ impl<St: Store> Guard<St> {
         }
     }
 
+    /// The latest one counts: a future may move to another runtime, and the first one end.
     #[cfg(feature = "tokio")]
     fn note_runtime(&mut self) {
-        if self.runtime.is_none() {
-            self.runtime = tokio::runtime::Handle::try_current().ok();
-        }
+        self.runtime = tokio::runtime::Handle::try_current().ok();
     }
 }
 
@@ -279,7 +283,7 @@ impl<St: Store> Drop for Guard<St> {
         {
             use tokio::runtime::Handle;
 
-            if let Some(runtime) = self.runtime.take().or_else(|| Handle::try_current().ok()) {
+            if let Some(runtime) = Handle::try_current().ok().or_else(|| self.runtime.take()) {
                 let under_way = left.shared.left_over.begin();
                 // On a runtime that is shutting down the task is dropped unpolled, which reports.
                 runtime.spawn(async move {

@@ -4,9 +4,16 @@
 //! An id is remembered after its handler answered Ok, never before: a handler that fails, panics
 //! or is dropped leaves nothing behind, so retry and dead-letter work as without this layer.
 //!
-//! Two copies of one message that arrive *together* both run, and so does a copy that comes after
-//! a crash between the handler's effect and the mark. What is never possible is that a message
-//! is skipped without having had its effect.
+//! The mark is made when the store has answered it. A copy that comes before that runs, too: one
+//! that arrives *together* with the first, one that comes after a crash between effect and mark,
+//! and one that comes while a slow store is still being told (with the default settings that can
+//! take up to 21 seconds: four tries of five seconds and the pauses between them). What is never
+//! possible is that a message is skipped without having had its effect.
+//!
+//! # One record, one consumer
+//!
+//! A message is told apart by its id alone. Two handlers that are both to run for a message, such
+//! as billing and mail, need a record each: on a shared one, each would skip what the other did.
 //!
 //! # Examples
 //!
@@ -84,7 +91,7 @@ use crate::{
     store::Store,
 };
 use std::{
-    mem,
+    fmt, mem,
     task::{Context, Poll},
 };
 use tower_service::Service;
@@ -92,6 +99,11 @@ use tower_service::Service;
 /// Runs each message id once.
 ///
 /// See the [module docs](self) for examples.
+///
+/// # Errors
+///
+/// The inner service's own, untouched; [`StoreError`](crate::StoreError) when the store cannot say
+/// whether the message ran, and where [`OnMarkError::Fail`] asks for it. Both mean: no ack.
 ///
 /// # Readiness
 ///
@@ -103,7 +115,7 @@ use tower_service::Service;
 /// The inner service must be `Clone`: the one that was polled ready moves into the response
 /// future and a clone takes its place, as in `tower::retry`. Where it is not, `tower::buffer` makes
 /// it so.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Idempotency<S, St, X = MetaId, D = Always> {
     inner: S,
     layer: IdempotencyLayer<St, X, D>,
@@ -119,11 +131,6 @@ impl<S, St: Store> Idempotency<S, St> {
             inner,
             layer: IdempotencyLayer::new(store),
         }
-    }
-
-    /// The layer that does the same, to be set up further.
-    pub fn layer(store: St) -> IdempotencyLayer<St> {
-        IdempotencyLayer::new(store)
     }
 }
 
@@ -141,6 +148,15 @@ impl<S, St, X, D> Idempotency<S, St, X, D> {
     /// Consumes `self`, giving the inner service back.
     pub fn into_inner(self) -> S {
         self.inner
+    }
+}
+
+impl<S: fmt::Debug, St, X, D> fmt::Debug for Idempotency<S, St, X, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Idempotency")
+            .field("inner", &self.inner)
+            .field("layer", &self.layer)
+            .finish()
     }
 }
 
