@@ -12,6 +12,10 @@
 ///
 /// There is no blanket implementation over `Default`: whether a default value may stand for
 /// "done before" is for each response type to say.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` has no answer to a message that had its effect before",
+    note = "implement `Ack` for it, or have the handler answer `()` or an `Option`"
+)]
 pub trait Ack: Sized {
     /// The answer to a message that had its effect before.
     fn ack() -> Self;
@@ -61,6 +65,10 @@ impl<T> Ack for Outcome<T> {
 ///
 /// Closures `Fn(&Res) -> bool` do. A response for which it says no is passed on, and the id
 /// stays unmarked, so that a redelivery runs the handler again.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not say whether a `{Res}` means that the message is done with",
+    note = "a closure needs the type of its parameter: `.done_if(|response: &{Res}| true)`"
+)]
 pub trait IsDone<Res: ?Sized> {
     /// Whether the message is done with.
     fn is_done(&self, response: &Res) -> bool;

@@ -232,9 +232,12 @@ impl Envelope {
 
     /// Reads a body.
     ///
-    /// Of a repeated key the last one counts, whole. What the format forbids is dropped, with a
-    /// [`Warning`]. What it does not know is kept. An empty array as `data`, which PHP's JSON
-    /// encoder makes of an empty map, is taken as `{}`.
+    /// Of a repeated key the last one counts, whole; those before it must have the right type, too.
+    /// What the format forbids is dropped, with a [`Warning`]. What it does not know is kept. An
+    /// empty array as `data`, which PHP's JSON encoder makes of an empty map, is taken as `{}`.
+    ///
+    /// It takes time in proportion to the body, and memory up to some twenty times its size where
+    /// that consists of nothing but keys: bodies want a limit of size before they come here.
     ///
     /// # Errors
     ///

@@ -22,8 +22,8 @@ pub type BoxError = Box<dyn Error + Send + Sync>;
 /// True for [`StoreError`] and [`Unpublished`]. Looks at the error itself, not at its sources: a handler that fails
 /// because of an error of this kind has failed.
 ///
-/// tower's own `Overloaded`, `Closed` and `Elapsed` are not known here. Where load shedding, a
-/// buffer or a timeout stands in the stack, widen the predicate of
+/// tower's own `Overloaded`, `Closed`, `ServiceError` and `Elapsed` are not known here. Where load
+/// shedding, a buffer or a timeout stands in the stack, widen the predicate of
 /// [`DeadLetterLayer`](crate::DeadLetterLayer::transient_if).
 #[must_use]
 pub fn is_transient(error: &BoxError) -> bool {

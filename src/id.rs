@@ -220,6 +220,18 @@ impl PartialEq for MessageId {
 
 impl Eq for MessageId {}
 
+impl PartialEq<str> for MessageId {
+    fn eq(&self, other: &str) -> bool {
+        self.as_str() == other
+    }
+}
+
+impl PartialEq<&str> for MessageId {
+    fn eq(&self, other: &&str) -> bool {
+        self.as_str() == *other
+    }
+}
+
 impl PartialOrd for MessageId {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
@@ -258,6 +270,11 @@ impl fmt::Debug for MessageId {
 ///
 /// What identifies a message is what its producer named it by. A trace id, a delivery count or a
 /// hash of the body names something else.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not say how a `{Req}` names itself",
+    label = "no id of `{Req}`",
+    note = "for requests that are no `Envelope`: `.id_from(|request: &{Req}| Some(request.id.clone()))`"
+)]
 pub trait ExtractId<Req: ?Sized> {
     /// The id of this request, or `None` when it has no usable one.
     fn extract_id(&self, request: &Req) -> Option<MessageId>;

@@ -40,7 +40,7 @@
 //!
 //! | | with the seen-set ([`IdempotencyLayer`]) |
 //! |---|---|
-//! | a copy that arrives after the first one succeeded | is skipped and acked |
+//! | a copy that arrives after the first one's mark was answered | is skipped and acked |
 //! | a message whose handler failed, panicked or was dropped | runs again |
 //! | two copies that run at the same time | both run |
 //! | a crash between the effect and the mark | runs again |
@@ -56,10 +56,13 @@
 //! * [`DeadLetterLayer`] inside the idempotency layer would answer Ok for a message that never had
 //!   its effect; it would be remembered as done, and its redrive skipped.
 //! * A retry outside works, and asks the store for each attempt.
-//! * A timeout outside works, too: a mark that is due when the call is dropped is still made. Its
-//!   error is the timeout's, although the effect may have happened, and
-//!   [`DeadLetterLayer`] should be told to
-//!   [let it through](dead_letter::DeadLetterLayer::transient_if).
+//! * With a timeout outside, a mark that is due when the call is dropped is still made. But the
+//!   error is the timeout's, although the effect happened: a retry outside of that timeout runs the
+//!   handler again when it comes before the mark is answered, and [`DeadLetterLayer`] should be
+//!   told to [let the error through](dead_letter::DeadLetterLayer::transient_if).
+//!
+//! One record serves one consumer: two handlers of the same messages on one store would
+//! [skip each other's work](idempotency#one-record-one-consumer).
 //!
 //! # Messages
 //!

@@ -17,7 +17,10 @@ use support::{
 use tokio::time::Instant;
 use tower::{
     Layer, Service, ServiceBuilder, ServiceExt,
-    buffer::BufferLayer,
+    buffer::{
+        BufferLayer,
+        error::{Closed, ServiceError},
+    },
     limit::{ConcurrencyLimit, ConcurrencyLimitLayer},
     load_shed::{LoadShedLayer, error::Overloaded},
     retry::{Policy, RetryLayer},
@@ -331,6 +334,33 @@ async fn timeout_outside_loses_no_mark_that_is_due() {
     assert_eq!(handler.runs(), 2);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_retry_outside_a_timeout_outside_repeats_the_effect_of_a_slow_mark() {
+    // The timeout ends the call while its mark is made, and the retry asks before that is answered.
+    // Why the two go inside: there the mark is not theirs to interrupt.
+    let mark = (Remember, Before, Wait(3 * SECOND));
+    let (handler, store) = (Handler::default(), FaultStore::new([mark, mark]));
+    let idempotency = IdempotencyLayer::new(store.clone());
+    let mut service = ServiceBuilder::new()
+        .layer(RetryLayer::new(Retries(1)))
+        .layer(TimeoutLayer::new(SECOND))
+        .layer(idempotency.clone())
+        .service(handler.clone());
+    let _ = deliver(&mut service, envelope("a")).await;
+    idempotency.drained().await;
+    assert_eq!(handler.runs(), 2);
+
+    let (handler, store) = (Handler::default(), FaultStore::new([mark]));
+    let mut service = ServiceBuilder::new()
+        .layer(IdempotencyLayer::new(store))
+        .layer(RetryLayer::new(Retries(1)))
+        .layer(TimeoutLayer::new(SECOND))
+        .service(handler.clone());
+    deliver(&mut service, envelope("a")).await.unwrap();
+    deliver(&mut service, envelope("a")).await.unwrap();
+    assert_eq!(handler.runs(), 1);
+}
+
 // ===== dead letters =====
 
 #[tokio::test(start_paused = true)]
@@ -427,6 +457,40 @@ fn a_wider_predicate_lets_towers_own_errors_through() {
     }));
     let error = now(deliver(&mut consumer, envelope("a"))).unwrap_err();
     assert!(error.is::<Overloaded>());
+    assert!(queue.take().is_empty());
+}
+
+#[tokio::test]
+async fn a_buffer_whose_service_broke_has_tried_no_message() {
+    #[derive(Clone)]
+    struct Broken;
+
+    impl Service<Envelope> for Broken {
+        type Response = ();
+        type Error = BoxError;
+        type Future = Ready<Result<(), BoxError>>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+            Poll::Ready(Err("database down".into()))
+        }
+
+        fn call(&mut self, _: Envelope) -> Self::Future {
+            panic!("called, although it is not ready")
+        }
+    }
+
+    let queue = Queue::default();
+    let layer = DeadLetterLayer::new(queue.clone()).transient_if(|error| {
+        is_transient(error) || error.is::<Closed>() || error.is::<ServiceError>()
+    });
+    let mut consumer = ServiceBuilder::new()
+        .layer(layer)
+        .layer(IdempotencyLayer::new(MemoryStore::new()))
+        .layer(BufferLayer::new(4))
+        .service(Broken);
+    for _ in 0..3 {
+        deliver(&mut consumer, envelope("a")).await.unwrap_err();
+    }
     assert!(queue.take().is_empty());
 }
 

@@ -249,7 +249,7 @@ async fn dropped_while_publishing_it_answers_nothing() {
 #[test]
 fn a_clone_with_another_setting_leaves_the_original_alone() {
     let (queue, mut dead) = mpsc::unbounded_channel();
-    let layer = DeadLetter::<Handler, _>::layer(Publish(queue));
+    let layer = DeadLetterLayer::new(Publish(queue));
     let _other = layer.clone().reason(|_| Reason::Poison);
     now(deliver(
         &mut layer.layer(Handler::new([Do::Fail])),

@@ -23,6 +23,10 @@ pin_project! {
     ///
     /// Dropped, it answers nothing, so the broker brings the message again. Dropped while it was
     /// publishing, a copy may be on the dead-letter queue nevertheless.
+    ///
+    /// # Panics
+    ///
+    /// When it is polled again after it was ready.
     pub struct ResponseFuture<F, P>
     where
         P: Service<Envelope>,

@@ -39,17 +39,27 @@
 //! # }
 //! ```
 //!
-//! With load shedding or a timeout in the stack, their errors are passed on as well:
+//! tower's own middleware has errors that are no failure of the handler either. With load shedding,
+//! a buffer or a timeout in the stack, they are passed on as well; a buffer answers `Closed` or,
+//! when the service behind it broke, `ServiceError`:
 //!
 //! ```
-//! use tower::{load_shed::error::Overloaded, timeout::error::Elapsed};
+//! use tower::{
+//!     buffer::error::{Closed, ServiceError},
+//!     load_shed::error::Overloaded,
+//!     timeout::error::Elapsed,
+//! };
 //! use tower_idempotency::{DeadLetterLayer, envelope::Reason, error::is_transient};
 //! # let publish = tower::service_fn(|_: tower_idempotency::Envelope| async { Ok::<_, String>(()) });
 //!
 //! let layer = DeadLetterLayer::new(publish)
 //!     .queue("payments")
 //!     .transient_if(|error| {
-//!         is_transient(error) || error.is::<Overloaded>() || error.is::<Elapsed>()
+//!         is_transient(error)
+//!             || error.is::<Overloaded>()
+//!             || error.is::<Closed>()
+//!             || error.is::<ServiceError>()
+//!             || error.is::<Elapsed>()
 //!     })
 //!     .reason(|error| match error.to_string().as_str() {
 //!         "no such handler" => Reason::UnknownUrn,
@@ -78,6 +88,15 @@ use crate::error::is_transient;
 /// Puts what failed for good on the dead-letter queue.
 ///
 /// See the [module docs](self) for examples.
+///
+/// # Errors
+///
+/// The inner service's own, untouched, where it is transient;
+/// [`Unpublished`](crate::error::Unpublished) when publishing failed. Both mean: no ack.
+///
+/// # Clone
+///
+/// The publisher must be `Clone`: each call takes a clone with it. The inner service need not be.
 #[derive(Clone, Debug)]
 pub struct DeadLetter<S, P> {
     inner: S,
@@ -95,11 +114,6 @@ impl<S, P> DeadLetter<S, P> {
             publisher,
             settings: Arc::default(),
         }
-    }
-
-    /// The layer that does the same, to be set up further.
-    pub fn layer(publisher: P) -> DeadLetterLayer<P> {
-        DeadLetterLayer::new(publisher)
     }
 
     /// Gets a reference to the inner service.
