@@ -7,8 +7,8 @@
 //! The mark is made when the store has answered it. A copy that comes before that runs, too: one
 //! that arrives *together* with the first, one that comes after a crash between effect and mark,
 //! and one that comes while a slow store is still being told (with the default settings that can
-//! take up to 21 seconds: four tries of five seconds and the pauses between them). What is never
-//! possible is that a message is skipped without having had its effect.
+//! take up to 21 seconds: four tries of five seconds and the pauses between them). In doubt a
+//! message runs again; none is skipped for which no handler behind this record has answered Ok.
 //!
 //! # One record, one consumer
 //!
