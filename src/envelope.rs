@@ -915,11 +915,14 @@ impl Error for DecodeError {
 }
 
 /// Why a consumer may not handle a message that decodes.
+///
+/// Trying again mends none of these: such a message goes to the dead-letter queue, byte for byte as
+/// it came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rejected {
-    /// `meta.schema_version` is not 1. The message goes to the dead-letter queue at once, byte for
-    /// byte as it came and without a block: this version cannot know where that belongs.
+    /// `meta.schema_version` is not 1. It gets no `dead_letter` block either: this version cannot
+    /// know where that belongs.
     SchemaVersion(Option<i64>),
     /// There is no `data`.
     DataMissing,

@@ -22,9 +22,10 @@ pub type BoxError = Box<dyn Error + Send + Sync>;
 /// True for [`StoreError`] and [`Unpublished`]. Looks at the error itself, not at its sources: a handler that fails
 /// because of an error of this kind has failed.
 ///
-/// tower's own `Overloaded`, `Closed`, `ServiceError` and `Elapsed` are not known here. Where load
-/// shedding, a buffer or a timeout stands in the stack, widen the predicate of
-/// [`DeadLetterLayer`](crate::DeadLetterLayer::transient_if).
+/// tower's own errors are not known here. Where load shedding or a buffer stands in the stack
+/// (`Overloaded`, `Closed`, `ServiceError`), or a timeout *outside* of the idempotency layer
+/// (`Elapsed`), widen the predicate of [`DeadLetterLayer`](crate::DeadLetterLayer::transient_if). A
+/// timeout around the handler is another matter: a handler that hung has failed.
 #[must_use]
 pub fn is_transient(error: &BoxError) -> bool {
     error.is::<StoreError>() || error.is::<Unpublished>()

@@ -1,6 +1,7 @@
-//! What the layers and stores decided, told in one place.
+//! What the idempotency layer and the stores decided, told in one place.
 //!
-//! Every decision about a message is an [`Event`]. It goes to the `on_event` hook, to `tracing`
+//! Each of their decisions about a message is an [`Event`]; that a handler failed is its own to
+//! tell. An event goes to the `on_event` hook, to `tracing`
 //! (feature `tracing`; target `tower_idempotency`) and to the counter
 //! `tower_idempotency_events_total` with the label `event` (feature `metrics`).
 //!
@@ -38,13 +39,16 @@ pub enum Event<'a> {
         /// The message.
         id: &'a MessageId,
     },
-    /// The handler is run although nothing says whether it ran before. Told before it runs.
+    /// The message has no usable id, so the handler runs each time. Told before it does.
+    NoId,
+    /// The store could not say whether the id is remembered, and the handler is run nevertheless.
+    /// Told before it runs.
     #[non_exhaustive]
     FailedOpen {
-        /// The message; `None` when it has no usable id.
-        id: Option<&'a MessageId>,
-        /// Why the store could not say; `None` when the message has no usable id.
-        error: Option<&'a StoreError>,
+        /// The message.
+        id: &'a MessageId,
+        /// What the store said.
+        error: &'a StoreError,
     },
     /// The store could not say whether the id is remembered; the handler was not called.
     #[non_exhaustive]
@@ -79,13 +83,14 @@ pub enum Event<'a> {
 }
 
 impl Event<'_> {
-    /// The name of the decision, as the metrics have it: `ran`, `duplicate`, `failed_open`,
-    /// `store_error`, `mark_failed`, `abandoned`, `evicted`.
+    /// The name of the decision, as the metrics have it: `ran`, `duplicate`, `no_id`,
+    /// `failed_open`, `store_error`, `mark_failed`, `abandoned`, `evicted`.
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match self {
             Event::Ran { .. } => "ran",
             Event::Duplicate { .. } => "duplicate",
+            Event::NoId => "no_id",
             Event::FailedOpen { .. } => "failed_open",
             Event::StoreError { .. } => "store_error",
             Event::MarkFailed { .. } => "mark_failed",
@@ -149,13 +154,10 @@ fn trace(event: &Event<'_>) {
     match event {
         Event::Ran { id } => debug!(?id, "ran"),
         Event::Duplicate { id } => debug!(?id, "duplicate, not run again"),
-        Event::FailedOpen {
-            id: Some(id),
-            error: Some(error),
-        } => {
+        Event::NoId => warn!("run without deduplication: no usable id"),
+        Event::FailedOpen { id, error } => {
             warn!(?id, %error, "run without knowing whether it ran before");
         }
-        Event::FailedOpen { .. } => warn!("run without deduplication: no usable id"),
         Event::StoreError { id, error } => warn!(?id, %error, "not run"),
         Event::MarkFailed { id, error } => warn!(?id, %error, "ran, but is not remembered"),
         Event::Abandoned { id } => warn!(?id, "ran and was dropped, and is not remembered"),
@@ -173,6 +175,7 @@ fn count(event: &Event<'_>) {
         Event::Duplicate { .. } => {
             counter!("tower_idempotency_events_total", "event" => "duplicate")
         }
+        Event::NoId => counter!("tower_idempotency_events_total", "event" => "no_id"),
         Event::FailedOpen { .. } => {
             counter!("tower_idempotency_events_total", "event" => "failed_open")
         }

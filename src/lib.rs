@@ -1,5 +1,4 @@
-//! Runs each message once: a tower layer that turns at-least-once delivery into an exactly-once
-//! *effect*.
+//! Runs each message once: a tower layer against the copies that at-least-once delivery brings.
 //!
 //! Every broker delivers at least once. A worker charges the card, dies before the ack, and the
 //! message comes back. [`IdempotencyLayer`] stands in front of the handler, remembers which
@@ -31,10 +30,16 @@
 //! # let body = br#"{"job":"urn:shop:payment","trace_id":"t","data":{},"meta":{"id":"m-1","schema_version":1},"attempts":0}"#;
 //! let envelope = Envelope::decode(body)?;
 //! envelope.accepts()?;
-//! consumer.ready().await?.call(envelope).await?; // Ok: ack. Err: no ack, the broker redelivers.
+//! consumer.ready().await?.call(envelope).await?; // Ok: ack. Err: give it back to the broker.
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! A worker's loop does not leave by these `?`. A body that does not decode goes to the dead-letter
+//! queue as [`poison`](dead_letter::poison) records it, one that is [not
+//! accepted](envelope::Rejected) as it came. What failed goes back to the broker (RabbitMQ: a `nack`
+//! that requeues; a Redis list: it stays where unsettled messages are swept from), after a pause
+//! where the error is [transient](error::is_transient), such as a store that is down.
 //!
 //! # What is promised
 //!
@@ -59,7 +64,8 @@
 //! * With a timeout outside, a mark that is due when the call is dropped is still made. But the
 //!   error is the timeout's, although the effect happened: a retry outside of that timeout runs the
 //!   handler again when it comes before the mark is answered, and [`DeadLetterLayer`] should be
-//!   told to [let the error through](dead_letter::DeadLetterLayer::transient_if).
+//!   told to [let the error through](dead_letter::DeadLetterLayer::transient_if). With the timeout
+//!   inside, that error is the handler's failure.
 //!
 //! One record serves one consumer: two handlers of the same messages on one store would
 //! [skip each other's work](idempotency#one-record-one-consumer).
@@ -67,8 +73,10 @@
 //! # Messages
 //!
 //! [`Envelope`] is BabelQueue's message, which its SDKs for PHP, Go, Python, Node, Java and .NET
-//! read and write. Any other request type is served by a closure that names it:
-//! [`IdempotencyLayer::id_from`].
+//! read and write. [`IdempotencyLayer`] serves any other request type by a closure that names it,
+//! [`id_from`](IdempotencyLayer::id_from). [`DeadLetterLayer`] is for envelopes; with requests of
+//! one's own, what ends in an error that is not [transient](error::is_transient) is published where
+//! the call is made.
 //!
 //! # Stores
 //!

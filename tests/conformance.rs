@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use std::{
     collections::BTreeMap,
     env, fs,
+    io::{self, Write},
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -140,7 +141,11 @@ impl Suite {
         else {
             let required = env::var("REQUIRE_SERVICES").is_ok_and(|value| value == "1");
             assert!(!required, "BABELQUEUE_CONFORMANCE names no folder");
-            println!("skipped: BABELQUEUE_CONFORMANCE names no folder");
+            // Past the capture of a test that passes.
+            let _ = writeln!(
+                io::stderr(),
+                "skipped: BABELQUEUE_CONFORMANCE names no folder"
+            );
             return None;
         };
         let folder = PathBuf::from(folder);

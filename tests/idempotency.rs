@@ -151,7 +151,7 @@ fn a_message_without_an_id_runs_each_time_and_is_reported() {
         assert!(error.is::<Declined>());
         now(deliver(&mut service, message)).unwrap();
         assert_eq!(handler.runs(), 3);
-        assert_eq!(events.all(), ["failed_open -"; 3]);
+        assert_eq!(events.all(), ["no_id -"; 3]);
     }
 }
 
@@ -163,7 +163,7 @@ fn an_extractor_that_answers_an_empty_id_has_none() {
     now(deliver(&mut service, 1)).unwrap();
     now(deliver(&mut service, 1)).unwrap();
     assert_eq!(handler.runs(), 2);
-    assert_eq!(events.all(), ["failed_open -"; 2]);
+    assert_eq!(events.all(), ["no_id -"; 2]);
 }
 
 #[test]

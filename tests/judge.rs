@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use std::{
     collections::BTreeSet,
     env,
-    io::{BufRead, BufReader, Lines, Write},
+    io::{self, BufRead, BufReader, Lines, Write},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     str,
 };
@@ -1060,7 +1060,11 @@ fn the_published_sdk_agrees() {
                 .iter()
                 .any(|name| env::var(name).is_ok_and(|value| value == "1"));
             assert!(!required, "{absent}");
-            println!("skipped: {absent}");
+            // Past the capture of a test that passes.
+            let _ = writeln!(
+                io::stderr(),
+                "skipped: {absent}; BABELQUEUE_PYTHON names a python with babelqueue"
+            );
             return;
         }
     };

@@ -187,6 +187,7 @@ fn clear_and_forget() {
         remember(&store, &id(number));
     }
     assert_eq!(clone.len(), 100);
+    assert!(!clone.is_empty());
     forget(&clone, &id(7));
     forget(&clone, "not there");
     assert!(!seen(&store, &id(7)));

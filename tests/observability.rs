@@ -107,8 +107,9 @@ fn metrics_count_what_the_hooks_are_told() {
         ("abandoned", 6),
         ("duplicate", 2),
         ("evicted", 7),
-        ("failed_open", 6),
+        ("failed_open", 1),
         ("mark_failed", 4),
+        ("no_id", 5),
         ("ran", 3),
         ("store_error", 3),
     ];

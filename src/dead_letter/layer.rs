@@ -6,7 +6,7 @@ use crate::{
 use std::{fmt, sync::Arc};
 use tower_layer::Layer;
 
-/// Wraps services in [`DeadLetter`].
+/// Wraps services of [`Envelope`](crate::Envelope)s in [`DeadLetter`].
 ///
 /// See the [module docs](crate::dead_letter) for examples.
 #[derive(Clone, Debug)]

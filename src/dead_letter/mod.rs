@@ -11,6 +11,12 @@
 //! This layer goes outside the idempotency layer. Inside, its Ok would have the message
 //! remembered as done, and a redrive skipped.
 //!
+//! # The block
+//!
+//! `attempts` counts deliveries: it goes up by one, however often a retry inside tried. `error` is
+//! what the error displays, without its sources, and everybody who reads the queue reads it: an
+//! error must not display a secret. `exception` stays null.
+//!
 //! # Examples
 //!
 //! ```
@@ -39,16 +45,14 @@
 //! # }
 //! ```
 //!
-//! tower's own middleware has errors that are no failure of the handler either. With load shedding,
-//! a buffer or a timeout in the stack, they are passed on as well; a buffer answers `Closed` or,
-//! when the service behind it broke, `ServiceError`:
+//! tower's own middleware has errors that are no failure of the handler either. With load shedding
+//! or a buffer in the stack they are passed on as well; a buffer answers `Closed` or, when the
+//! service behind it broke, `ServiceError`. So is the `Elapsed` of a timeout that stands outside of
+//! the idempotency layer; that of a timeout inside is the handler's failure, and belongs on the
+//! dead-letter queue.
 //!
 //! ```
-//! use tower::{
-//!     buffer::error::{Closed, ServiceError},
-//!     load_shed::error::Overloaded,
-//!     timeout::error::Elapsed,
-//! };
+//! use tower::{buffer::error::{Closed, ServiceError}, load_shed::error::Overloaded};
 //! use tower_idempotency::{DeadLetterLayer, envelope::Reason, error::is_transient};
 //! # let publish = tower::service_fn(|_: tower_idempotency::Envelope| async { Ok::<_, String>(()) });
 //!
@@ -59,7 +63,6 @@
 //!             || error.is::<Overloaded>()
 //!             || error.is::<Closed>()
 //!             || error.is::<ServiceError>()
-//!             || error.is::<Elapsed>()
 //!     })
 //!     .reason(|error| match error.to_string().as_str() {
 //!         "no such handler" => Reason::UnknownUrn,

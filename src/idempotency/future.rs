@@ -170,10 +170,7 @@ where
                                     .report(&Event::StoreError { id, error: &error });
                                 return Poll::Ready(Err(error.into()));
                             }
-                            let event = Event::FailedOpen {
-                                id: Some(id),
-                                error: Some(&error),
-                            };
+                            let event = Event::FailedOpen { id, error: &error };
                             guard.shared.reporter.report(&event);
                         }
                     }

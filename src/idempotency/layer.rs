@@ -45,10 +45,10 @@ pub enum OnStoreError {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OnMarkError {
-    /// The handler's own answer, since the effect happened. The message is acked; if its broker
+    /// The handler's own Ok, since the effect happened. The message is acked; if its broker
     /// redelivers it nevertheless, it runs again.
     #[default]
-    Answer,
+    Ack,
     /// [`StoreError`](crate::StoreError), and the handler's answer is lost. The broker redelivers
     /// the message, which then runs again.
     Fail,
@@ -85,7 +85,7 @@ impl<St: Store, X, D> IdempotencyLayer<St, X, D> {
     /// closure `Fn(&Req) -> Option<impl Into<MessageId>>`.
     ///
     /// `None` and the empty id are no usable id: the handler is run and
-    /// [`Event::FailedOpen`] reported. The parameter of a closure needs its type, and the id must
+    /// [`Event::NoId`] reported. The parameter of a closure needs its type, and the id must
     /// not borrow from the request: `|job: &Job| Some(MessageId::from(job.key.as_str()))` does not,
     /// and takes no heap up to 36 bytes.
     pub fn id_from<Y>(self, extract: Y) -> IdempotencyLayer<St, Y, D> {
@@ -133,7 +133,7 @@ impl<St: Store, X, D> IdempotencyLayer<St, X, D> {
         self.set(|shared| shared.mark_retries = retries)
     }
 
-    /// What to answer when the last try to remember an id failed; [`OnMarkError::Answer`] unless
+    /// What to answer when the last try to remember an id failed; [`OnMarkError::Ack`] unless
     /// set. [`Event::MarkFailed`] is reported either way.
     pub fn on_mark_error(self, policy: OnMarkError) -> Self {
         self.set(|shared| shared.fail_on_mark_error = policy == OnMarkError::Fail)
@@ -167,6 +167,27 @@ impl<St: Store, X, D> IdempotencyLayer<St, X, D> {
     /// # Cancel safety
     ///
     /// Dropping it changes nothing.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tower::{ServiceBuilder, service_fn};
+    /// use tower_idempotency::{BoxError, Envelope, IdempotencyLayer, MemoryStore};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), BoxError> {
+    /// # async fn charge(_: Envelope) -> Result<(), BoxError> { Ok(()) }
+    /// let layer = IdempotencyLayer::new(MemoryStore::new());
+    /// let consumer = ServiceBuilder::new()
+    ///     .layer(layer.clone().outcome())
+    ///     .service(service_fn(charge));
+    /// // … consume, until it is time to stop …
+    /// drop(consumer);
+    /// tokio::time::timeout(Duration::from_secs(25), layer.drained()).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
     #[cfg(feature = "tokio")]
     #[cfg_attr(docsrs, doc(cfg(feature = "tokio")))]
     pub async fn drained(&self) {

@@ -15,6 +15,12 @@
 //! A message is told apart by its id alone. Two handlers that are both to run for a message, such
 //! as billing and mail, need a record each: on a shared one, each would skip what the other did.
 //!
+//! # When it does not compile
+//!
+//! What a stack lacks is often said only as "trait bounds were not satisfied" at `.ready()`. Asked
+//! by hand, the compiler says more: `fn check<S: tower::Service<Job>>(_: &S) {}`, called with the
+//! service, names the extractor, predicate or response that does not fit.
+//!
 //! # Examples
 //!
 //! ```
@@ -190,10 +196,7 @@ where
                 ResponseFuture::ask(shared.clone(), is_done.clone(), id, ready, request)
             }
             _ => {
-                shared.reporter.report(&Event::FailedOpen {
-                    id: None,
-                    error: None,
-                });
+                shared.reporter.report(&Event::NoId);
                 let future = self.inner.call(request);
                 ResponseFuture::run(shared.clone(), is_done.clone(), future)
             }

@@ -15,6 +15,8 @@ use std::future::Future;
 /// * Each operation takes effect at once and as a whole, whoever else works on the record.
 /// * `remember` may be sent twice, and again for an id that is already there: it is the same
 ///   as once, and the id's time starts anew.
+/// * An id is remembered for as long as the store says: expiry is its affair, in its own clock, and
+///   an expired id counts as never seen.
 /// * A future that is dropped may or may not have taken effect. What its caller learns by an
 ///   error is *unknown*, never *no*.
 /// * Clones share one record.
@@ -70,6 +72,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// Drops what is recorded of this message, so that its next delivery runs. No record is no
     /// error.
     ///
-    /// A handler under way still marks its message done: forget after it ended.
+    /// For a deliberate second run: no layer calls it. A handler under way still marks its message
+    /// done: forget after it ended.
     fn forget(&self, id: &MessageId) -> Self::Future<()>;
 }

@@ -233,7 +233,7 @@ impl Events {
             let id = match event {
                 Event::Ran { id, .. }
                 | Event::Duplicate { id, .. }
-                | Event::FailedOpen { id: Some(id), .. }
+                | Event::FailedOpen { id, .. }
                 | Event::StoreError { id, .. }
                 | Event::MarkFailed { id, .. }
                 | Event::Abandoned { id, .. } => id.as_str(),
