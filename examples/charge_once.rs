@@ -10,7 +10,7 @@
 //! What is on the dead-letter queue at the end is redriven once.
 //!
 //! Exit code 0; 1 when a line was no message a consumer may handle, or a message was not acked; 2
-//! when the input cannot be read.
+//! when the input cannot be read or the output not written.
 
 use std::{
     collections::HashMap,
@@ -65,8 +65,10 @@ struct Summary {
     failed_open: u64,
     duplicates: u64,
     dead_lettered: u64,
-    not_acked: u64,
+    failed: u64,
     bad_lines: u64,
+    /// Deliveries that failed and bad lines whose record found no room.
+    not_acked: u64,
 }
 
 // ===== the handler =====
@@ -103,7 +105,8 @@ impl Till {
             failed.remove(&message.id().cloned());
         }
         self.charges.fetch_add(1, Relaxed);
-        self.cents.fetch_add(payment.cents, Relaxed);
+        let add = |cents: u64| Some(cents.saturating_add(payment.cents));
+        let _ = self.cents.fetch_update(Relaxed, Relaxed, add);
         Ok(())
     }
 }
@@ -177,16 +180,21 @@ where
             writeln!(self.out, "line {number}: {warning}")?;
         }
         if let Err(rejected) = message.accepts() {
-            return self.bad(number, rejected.into(), Some(line.to_vec()));
+            let error = format!("rejected: {rejected}").into();
+            return self.bad(number, error, Some(line.to_vec()));
         }
         self.deliver(&format!("line {number}"), message).await
     }
 
+    /// A line that no handler may see goes to the dead-letter queue, if its record finds room.
     fn bad(&mut self, number: u64, error: BoxError, record: Option<Vec<u8>>) -> io::Result<()> {
         self.summary.bad_lines += 1;
         writeln!(self.out, "line {number}: {error}")?;
         match record.map(|record| self.dead.publish(record)) {
-            Some(Err(error)) => writeln!(self.out, "line {number}: not acked: {error}"),
+            Some(Err(error)) => {
+                self.summary.not_acked += 1;
+                writeln!(self.out, "line {number}: not acked: {error}")
+            }
             _ => Ok(()),
         }
     }
@@ -215,7 +223,8 @@ where
             Ok(_) => ("ran".into(), &mut sum.ran),
             Err(error) => {
                 self.till.forget(id.as_ref());
-                (format!("not acked: {error}"), &mut sum.not_acked)
+                sum.not_acked += 1;
+                (format!("not acked: {error}"), &mut sum.failed)
             }
         };
         *count += 1;
@@ -245,7 +254,7 @@ async fn run(mut input: impl BufRead, name: &str) -> io::Result<Summary> {
     let (till, dead, failed_open) = (Till::default(), Dead::default(), Arc::default());
     let (handler, publisher, open) = (till.clone(), dead.clone(), Arc::clone(&failed_open));
     let idempotency = IdempotencyLayer::new(MemoryStore::new()).on_event(move |event| {
-        if let Event::FailedOpen { .. } = event {
+        if let Event::NoId | Event::FailedOpen { .. } = event {
             AtomicU64::fetch_add(&open, 1, Relaxed);
         }
     });
@@ -301,7 +310,7 @@ async fn run(mut input: impl BufRead, name: &str) -> io::Result<Summary> {
         charges, effects,
         "each delivery that ran charged once, and no other charged"
     );
-    let others = sum.duplicates + sum.dead_lettered + sum.not_acked;
+    let others = sum.duplicates + sum.dead_lettered + sum.failed;
     assert_eq!(
         sum.deliveries,
         effects + others,
@@ -309,9 +318,9 @@ async fn run(mut input: impl BufRead, name: &str) -> io::Result<Summary> {
     );
     writeln!(
         worker.out,
-        "{} deliveries: {effects} effects ({cents} cents), {} duplicates, {} dead-lettered, {} not \
-         acked; {} bad lines",
-        sum.deliveries, sum.duplicates, sum.dead_lettered, sum.not_acked, sum.bad_lines,
+        "{} deliveries: {effects} effects ({cents} cents), {} duplicates, {} dead-lettered; {} bad \
+         lines, {} not acked",
+        sum.deliveries, sum.duplicates, sum.dead_lettered, sum.bad_lines, sum.not_acked,
     )?;
     worker.out.flush()?;
     Ok(worker.summary)
@@ -319,7 +328,16 @@ async fn run(mut input: impl BufRead, name: &str) -> io::Result<Summary> {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> ExitCode {
-    let name = env::args().nth(1);
+    let mut arguments = env::args().skip(1);
+    let name = arguments.next();
+    if arguments.next().is_some()
+        || name
+            .as_ref()
+            .is_some_and(|name| name.len() > 1 && name.starts_with('-'))
+    {
+        eprintln!("usage: charge_once [FILE | -]");
+        return ExitCode::from(2);
+    }
     let ended = match name.as_deref() {
         None => run(SAMPLE.trim_start().as_bytes(), "sample")
             .await
@@ -338,7 +356,7 @@ async fn main() -> ExitCode {
         Some("-") => run(io::stdin().lock(), "stdin").await,
         Some(file) => match File::open(file) {
             Ok(input) => run(BufReader::with_capacity(1 << 16, input), file).await,
-            Err(error) => Err(io::Error::new(error.kind(), format!("{file}: {error}"))),
+            Err(error) => Err(error),
         },
     };
     match ended {
@@ -346,7 +364,10 @@ async fn main() -> ExitCode {
         // Whoever read the output has seen enough.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("charge_once: {error}");
+            eprintln!(
+                "charge_once: {}: {error}",
+                name.as_deref().unwrap_or("sample")
+            );
             ExitCode::from(2)
         }
     }
