@@ -29,7 +29,7 @@ pub(crate) struct Shared<St> {
     pub(crate) fail_on_mark_error: bool,
     pub(crate) reporter: Reporter,
     #[cfg(feature = "tokio")]
-    pub(crate) left_over: crate::call::LeftOver,
+    pub(crate) left_over: LeftOver,
 }
 
 // ===== the time limit =====
@@ -40,7 +40,8 @@ pin_project! {
     pub(crate) struct Limited<F> {
         #[pin]
         command: F,
-        timer: Option<Timer>,
+        // Some once it was asked for; it may be that there is none.
+        timer: Option<Option<Timer>>,
     }
 }
 
@@ -51,9 +52,7 @@ impl<F> Limited<F> {
             timer: None,
         }
     }
-}
 
-impl<F> Limited<F> {
     pub(crate) fn poll<T, E>(
         self: Pin<&mut Self>,
         limit: Option<Duration>,
@@ -70,10 +69,7 @@ impl<F> Limited<F> {
         let Some(limit) = limit else {
             return Poll::Pending;
         };
-        if this.timer.is_none() {
-            *this.timer = Timer::start(limit);
-        }
-        match this.timer {
+        match this.timer.get_or_insert_with(|| Timer::start(limit)) {
             Some(timer) => timer.poll(cx).map(|()| Err(TimedOut::new(limit).into())),
             None => Poll::Pending,
         }
