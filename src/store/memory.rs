@@ -804,6 +804,39 @@ mod tests {
     }
 
     #[test]
+    fn a_table_that_lost_its_ids_shrinks() {
+        let uuid =
+            |number: usize| MessageId::from(format!("{number:08x}-0000-4000-8000-000000000000"));
+        let other = |number: usize| MessageId::from(number.to_string());
+        let ids: [&dyn Fn(usize) -> MessageId; 2] = [&uuid, &other];
+        for id in ids {
+            let store = MemoryStore::builder()
+                .capacity(4000)
+                .build()
+                .expect("settings");
+            // Two full generations, so that they are not joined.
+            (0..2001).for_each(|number| store.record.remember(&id(number)));
+            let buckets = || {
+                let generations = store.record.shards[0].lock();
+                let lens: Vec<_> = generations.closed.iter().map(Generation::len).collect();
+                assert_eq!(lens.len(), 2);
+                let oldest = &generations.closed[0];
+                (lens[0], oldest.uuids.capacity() + oldest.others.capacity())
+            };
+            assert!(buckets().0 == 1000 && buckets().1 >= 1000);
+            for number in 0..990 {
+                store.record.forget(&id(number));
+                let (len, buckets) = buckets();
+                assert!(
+                    buckets <= (8 * len).max(16),
+                    "{buckets} buckets for {len} ids"
+                );
+            }
+            (990..2001).for_each(|number| assert!(store.record.seen(&id(number))));
+        }
+    }
+
+    #[test]
     fn the_clock_is_read_under_the_lock() {
         use std::sync::OnceLock;
 
