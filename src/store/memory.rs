@@ -49,6 +49,7 @@ const DEFAULT_CAPACITY: usize = 10_000_000;
 /// Enough that threads seldom meet; a power of two.
 const MAX_SHARDS: usize = 64;
 /// Coarse clocks advance once in a scheduler tick, which the kernel is built to keep below this.
+#[cfg_attr(not(target_os = "linux"), allow(dead_code))]
 const TICK: u64 = 10_000_000;
 /// Below this, the chance spread of ids over the shards would show in the capacity.
 const MIN_SHARD_CAPACITY: usize = 16_384;
