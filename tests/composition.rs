@@ -29,7 +29,8 @@ use tower::{
     util::BoxCloneSyncService,
 };
 use tower_idempotency::{
-    BoxError, DeadLetterLayer, Envelope, Idempotency, IdempotencyLayer, MemoryStore, StoreError,
+    BoxError, DeadLetterLayer, Envelope, Idempotency, IdempotencyLayer, MemoryStore, Outcome,
+    StoreError,
     error::{
         Operation::{Remember, Seen},
         is_transient,
@@ -122,6 +123,22 @@ async fn a_service_that_is_not_ready_is_not_called() {
     tokio_test::assert_ready_err!(call.poll());
     handle.send_error("gone");
     tokio_test::assert_ready_err!(service.poll_ready(), "errors of readiness go up");
+}
+
+#[tokio::test]
+async fn the_layer_that_tells_outcomes_is_ready_when_its_service_is() {
+    let (mock, mut handle) = mock::pair::<u64, ()>();
+    let layer = IdempotencyLayer::new(MemoryStore::new())
+        .id_from(|request: &u64| Some(request.to_string()));
+    let mut service = mock::Spawn::new(layer.outcome().layer(mock));
+    handle.allow(0);
+    tokio_test::assert_pending!(service.poll_ready());
+    handle.allow(1);
+    tokio_test::assert_ready_ok!(service.poll_ready());
+    let mut call = tokio_test::task::spawn(service.call(1));
+    tokio_test::assert_pending!(call.poll());
+    assert_request_eq!(handle, 1).send_response(());
+    assert_eq!(tokio_test::assert_ready_ok!(call.poll()), Outcome::Ran(()));
 }
 
 #[test]
