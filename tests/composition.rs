@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 use support::{
-    Declined, Do, FaultStore, Handler,
+    Broken, Declined, Do, FaultStore, Handler,
     What::{Fail, Wait},
     When::Before,
     deliver, envelope, layer, now,
@@ -29,8 +29,8 @@ use tower::{
     util::BoxCloneSyncService,
 };
 use tower_idempotency::{
-    BoxError, DeadLetterLayer, Envelope, Idempotency, IdempotencyLayer, MemoryStore, Outcome,
-    StoreError,
+    BoxError, DeadLetterLayer, Envelope, ExtractId, Idempotency, IdempotencyLayer, MemoryStore,
+    Outcome, StoreError,
     error::{
         Operation::{Remember, Seen},
         is_transient,
@@ -86,13 +86,16 @@ impl Service<Envelope> for Queue {
 
 // ===== readiness =====
 
+/// For requests that are numbers, as the mocks take them.
+fn numbered() -> IdempotencyLayer<MemoryStore, impl ExtractId<u64> + Clone> {
+    IdempotencyLayer::new(MemoryStore::new()).id_from(|request: &u64| Some(request.to_string()))
+}
+
 #[tokio::test]
 async fn the_instance_that_was_polled_ready_is_the_one_called() {
     // The mock panics when an instance is called that was not ready itself.
     let (mock, mut handle) = mock::pair::<u64, ()>();
-    let layer = IdempotencyLayer::new(MemoryStore::new())
-        .id_from(|request: &u64| Some(request.to_string()));
-    let mut service = mock::Spawn::new(layer.layer(mock));
+    let mut service = mock::Spawn::new(numbered().layer(mock));
     handle.allow(0);
     tokio_test::assert_pending!(service.poll_ready());
     for request in 0..10 {
@@ -108,9 +111,7 @@ async fn the_instance_that_was_polled_ready_is_the_one_called() {
 #[tokio::test]
 async fn a_service_that_is_not_ready_is_not_called() {
     let (mock, mut handle) = mock::pair::<u64, ()>();
-    let layer = IdempotencyLayer::new(MemoryStore::new())
-        .id_from(|request: &u64| Some(request.to_string()));
-    let mut service = mock::Spawn::new(layer.layer(mock));
+    let mut service = mock::Spawn::new(numbered().layer(mock));
     handle.allow(1);
     tokio_test::assert_ready_ok!(service.poll_ready());
     let mut call = tokio_test::task::spawn(service.call(1));
@@ -128,9 +129,7 @@ async fn a_service_that_is_not_ready_is_not_called() {
 #[tokio::test]
 async fn the_layer_that_tells_outcomes_is_ready_when_its_service_is() {
     let (mock, mut handle) = mock::pair::<u64, ()>();
-    let layer = IdempotencyLayer::new(MemoryStore::new())
-        .id_from(|request: &u64| Some(request.to_string()));
-    let mut service = mock::Spawn::new(layer.outcome().layer(mock));
+    let mut service = mock::Spawn::new(numbered().outcome().layer(mock));
     handle.allow(0);
     tokio_test::assert_pending!(service.poll_ready());
     handle.allow(1);
@@ -479,23 +478,6 @@ fn a_wider_predicate_lets_towers_own_errors_through() {
 
 #[tokio::test]
 async fn a_buffer_whose_service_broke_has_tried_no_message() {
-    #[derive(Clone)]
-    struct Broken;
-
-    impl Service<Envelope> for Broken {
-        type Response = ();
-        type Error = BoxError;
-        type Future = Ready<Result<(), BoxError>>;
-
-        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-            Poll::Ready(Err("database down".into()))
-        }
-
-        fn call(&mut self, _: Envelope) -> Self::Future {
-            panic!("called, although it is not ready")
-        }
-    }
-
     let queue = Queue::default();
     let layer = DeadLetterLayer::new(queue.clone()).transient_if(|error| {
         is_transient(error) || error.is::<Closed>() || error.is::<ServiceError>()

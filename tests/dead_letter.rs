@@ -6,7 +6,7 @@ use std::{
     future::{Ready, pending, ready},
     task::{Context, Poll},
 };
-use support::{Declined, Do, Handler, deliver, envelope, now};
+use support::{Broken, Declined, Do, Handler, deliver, envelope, now};
 use tokio::sync::mpsc;
 use tower::{Layer, Service, ServiceExt, limit::ConcurrencyLimit, service_fn};
 use tower_idempotency::{
@@ -181,23 +181,6 @@ fn when_publishing_fails_both_errors_go_up() {
 
 #[test]
 fn a_publisher_that_breaks_before_it_is_called_loses_nothing() {
-    #[derive(Clone)]
-    struct Broken;
-
-    impl Service<Envelope> for Broken {
-        type Response = ();
-        type Error = &'static str;
-        type Future = Ready<Result<(), &'static str>>;
-
-        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), &'static str>> {
-            Poll::Ready(Err("closed"))
-        }
-
-        fn call(&mut self, _: Envelope) -> Self::Future {
-            panic!("called, although it is not ready")
-        }
-    }
-
     let mut service = DeadLetter::new(Handler::new([Do::Fail]), Broken);
     let error = now(deliver(&mut service, envelope("a"))).unwrap_err();
     assert!(error.is::<Unpublished>());

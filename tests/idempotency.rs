@@ -4,17 +4,16 @@ mod support;
 
 use std::{
     convert::Infallible,
-    future::{Ready, ready},
+    future::ready,
     panic::{AssertUnwindSafe, catch_unwind},
     rc::Rc,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    task::{Context, Poll},
     time::Duration,
 };
-use support::{Declined, Do, Events, FaultStore, Handler, deliver, envelope, layer, now};
+use support::{Broken, Declined, Do, Events, FaultStore, Handler, deliver, envelope, layer, now};
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 use tower_idempotency::{
     Ack, BoxError, Envelope, Idempotency, IdempotencyLayer, MemoryStore, MessageId, Outcome, Store,
@@ -505,23 +504,6 @@ fn a_future_that_is_done_is_not_polled_again() {
 
 #[test]
 fn readiness_is_the_inner_services() {
-    #[derive(Clone)]
-    struct Broken;
-
-    impl Service<Envelope> for Broken {
-        type Response = ();
-        type Error = Declined;
-        type Future = Ready<Result<(), Declined>>;
-
-        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Declined>> {
-            Poll::Ready(Err(Declined))
-        }
-
-        fn call(&mut self, _: Envelope) -> Self::Future {
-            ready(Ok(()))
-        }
-    }
-
     let mut service = Idempotency::new(Broken, MemoryStore::new());
     let error = now(service.ready()).map(drop).unwrap_err();
     assert!(error.is::<Declined>());

@@ -5,7 +5,7 @@
 use std::{
     collections::VecDeque,
     fmt,
-    future::{Future, pending},
+    future::{Future, Ready, pending},
     pin::Pin,
     sync::{
         Arc, Mutex,
@@ -118,6 +118,24 @@ impl<Req> Service<Req> for Handler {
                 }
             }
         })
+    }
+}
+
+/// Never ready: it broke.
+#[derive(Clone)]
+pub struct Broken;
+
+impl<Req> Service<Req> for Broken {
+    type Response = ();
+    type Error = Declined;
+    type Future = Ready<Result<(), Declined>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Declined>> {
+        Poll::Ready(Err(Declined))
+    }
+
+    fn call(&mut self, _: Req) -> Self::Future {
+        panic!("called, although it is not ready")
     }
 }
 
