@@ -352,10 +352,14 @@ impl Envelope {
         &self.body.urn
     }
 
-    /// The id that the message is told apart by: `meta.id`. It may be empty.
+    /// The id that the message is told apart by: `meta.id`, unless that is missing, null or empty and
+    /// so of no use. ([`Meta::id`] has it as it came.)
+    ///
+    /// An id that is made of this one needs no check of its own: made of an empty one it would be
+    /// the same for every message without an id, and all but the first would be skipped.
     #[must_use]
     pub fn id(&self) -> Option<&MessageId> {
-        self.body.meta.id()
+        self.body.meta.id().filter(|id| !id.is_empty())
     }
 
     /// What ties the message to others across services. Copies of different messages share it.
@@ -587,7 +591,7 @@ impl Meta {
         members.end(&self.extras);
     }
 
-    /// The id that the message is told apart by.
+    /// The id as it came; it may be empty. [`Envelope::id`] is the usable one.
     #[must_use]
     pub fn id(&self) -> Option<&MessageId> {
         self.id.as_ref()

@@ -888,7 +888,7 @@ fn meta_is_read() {
     for id in ["", " ", "a\\u0000b", "É"] {
         let envelope = decode(&at("/meta/id", &format!("\"{id}\"")));
         let read: String = serde_json::from_str(&format!("\"{id}\"")).unwrap();
-        assert_eq!(envelope.id().map(MessageId::as_str), Some(&*read));
+        assert_eq!(envelope.meta().id().map(MessageId::as_str), Some(&*read));
     }
 }
 
@@ -1276,7 +1276,7 @@ proptest! {
         let read = decode(&sent.encode());
         prop_assert_eq!(&read, &sent);
         prop_assert_eq!(read.urn(), urn);
-        prop_assert_eq!(read.id().unwrap().as_str(), id);
+        prop_assert_eq!(read.meta().id().unwrap().as_str(), id);
         prop_assert_eq!(read.meta().queue(), Some(&*queue));
         prop_assert_eq!(read.trace_id(), Some(&*text));
         prop_assert_eq!(read.attempts(), attempts);

@@ -454,6 +454,11 @@ fn consumers_that_share_a_record_skip_each_others_work() {
         now(deliver(&mut own("mail").layer(mail.clone()), envelope("b"))).unwrap();
     }
     assert_eq!((billing.runs(), mail.runs()), (2, 1));
+    // Made of an empty id, one would be the same for every message that has none.
+    for _ in 0..2 {
+        now(deliver(&mut own("mail").layer(mail.clone()), envelope(""))).unwrap();
+    }
+    assert_eq!(mail.runs(), 3);
 }
 
 #[test]

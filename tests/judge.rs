@@ -949,7 +949,7 @@ impl Tally {
         self.same(
             body,
             "id",
-            envelope.id().map(|id| &**id),
+            envelope.meta().id().map(|id| &**id),
             verdict.id.as_deref(),
         );
         match (accepts, verdict.accepts) {
@@ -997,7 +997,7 @@ impl Tally {
             self.same(body, "their accepts", ours.accepts(), theirs.accepts());
             self.same(body, "their urn", ours.urn(), theirs.urn());
             self.same(body, "their trace_id", ours.trace_id(), theirs.trace_id());
-            self.same(body, "their id", ours.id(), theirs.id());
+            self.same(body, "their id", ours.meta().id(), theirs.meta().id());
             self.same(body, "their attempts", ours.attempts(), theirs.attempts());
             let meta = |envelope: &Envelope| {
                 let meta = envelope.meta().clone();

@@ -63,7 +63,7 @@ fn decoded(envelope: &Envelope) {
     assert_eq!(again.encode(), text);
     assert_eq!(again.warnings(), []);
     assert_eq!(again.urn(), envelope.urn());
-    assert_eq!(again.id(), envelope.id());
+    assert_eq!(again.meta().id(), envelope.meta().id());
     assert_eq!(again.trace_id(), envelope.trace_id());
     assert_eq!(again.attempts(), envelope.attempts());
     assert_eq!(again.accepts(), envelope.accepts());
