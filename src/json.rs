@@ -258,6 +258,22 @@ mod tests {
     }
 
     #[test]
+    fn kinds_have_their_words() {
+        let values = ["{}", "[]", r#""""#, "true", "false", "null", "-1", "0"];
+        let kinds = [
+            "an object",
+            "an array",
+            "a string",
+            "a boolean",
+            "a boolean",
+            "null",
+            "a number",
+            "a number",
+        ];
+        assert_eq!(values.map(kind), kinds);
+    }
+
+    #[test]
     fn half_a_surrogate_pair_is_no_text() {
         assert_eq!(unescape(r#""\ud83e\udd80""#).as_deref(), Some("🦀"));
         assert_eq!(unescape(r#""\ud83e""#), None);
