@@ -11,7 +11,7 @@
 //! assert_eq!(error.downcast_ref::<StoreError>().unwrap().operation(), Operation::Seen);
 //! ```
 
-use std::{error::Error, fmt, time::Duration};
+use std::{borrow::Cow, error::Error, fmt, sync::Arc, time::Duration};
 
 /// An error of any service: tower's own alias.
 pub type BoxError = Box<dyn Error + Send + Sync>;
@@ -132,6 +132,97 @@ impl fmt::Display for TimedOut {
 }
 
 impl Error for TimedOut {}
+
+/// A store could not do something on its server or in its file.
+///
+/// Found as the source of a [`StoreError`]. What kind it is of is told by error codes (SQLSTATE, error
+/// number, Redis error code), never by a text.
+#[derive(Clone, Debug)]
+pub struct BackendError {
+    kind: BackendErrorKind,
+    expected: Option<Cow<'static, str>>,
+    source: Arc<dyn Error + Send + Sync>,
+}
+
+/// What stood in the way of a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum BackendErrorKind {
+    /// No answer: connection refused or lost, response timeout, no connection free in the pool, the
+    /// server starting or stopping, a missing runtime.
+    Unavailable,
+    /// Another session was in the way: deadlock, serialization failure, lock wait, busy file.
+    Contention,
+    /// The server takes no writes: a replica, such as the old primary after a failover.
+    ReadOnly,
+    /// Credentials or permissions.
+    Denied,
+    /// Table, column or key is missing or not what the store works with.
+    Schema,
+    /// This record cannot hold an id like this.
+    UnsuitableId,
+    /// A setting that cannot be held to, where the source is a [`ConfigError`], or a URL that is none.
+    Config,
+    /// Anything else.
+    Other,
+}
+
+impl BackendError {
+    /// An error of this kind.
+    pub fn new(kind: BackendErrorKind, source: impl Into<BoxError>) -> Self {
+        BackendError {
+            kind,
+            expected: None,
+            source: Arc::from(source.into()),
+        }
+    }
+
+    /// Adds what was expected, or what to do.
+    #[must_use]
+    pub fn expected(mut self, expected: impl Into<Cow<'static, str>>) -> Self {
+        self.expected = Some(expected.into());
+        self
+    }
+
+    /// What stood in the way.
+    #[must_use]
+    pub const fn kind(&self) -> BackendErrorKind {
+        self.kind
+    }
+
+    /// Whether the same again may succeed with nobody changing anything.
+    #[must_use]
+    pub const fn is_retryable(&self) -> bool {
+        matches!(
+            self.kind,
+            BackendErrorKind::Unavailable
+                | BackendErrorKind::Contention
+                | BackendErrorKind::ReadOnly
+        )
+    }
+}
+
+impl From<ConfigError> for BackendError {
+    fn from(error: ConfigError) -> Self {
+        BackendError::new(BackendErrorKind::Config, error)
+    }
+}
+
+impl fmt::Display for BackendError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.source.fmt(f)?;
+        match &self.expected {
+            Some(expected) => write!(f, "; {expected}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Error for BackendError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(self.source.as_ref())
+    }
+}
 
 /// A message failed for good and could not be put on the dead-letter queue.
 ///

@@ -80,14 +80,25 @@
 //!
 //! # Stores
 //!
-//! [`MemoryStore`] serves one process and forgets with it. A [`Store`] of one's own is three
-//! methods.
+//! | store | feature | for |
+//! |---|---|---|
+//! | [`MemoryStore`] | | one process; forgets with it |
+//! | `SqliteStore` | `sqlite` | the workers of one host, in a file, without a server |
+//! | `RedisStore` | `redis` | a fleet; shares its record with BabelQueue's PHP workers |
+//! | `PostgresStore`, `MySqlStore` | `postgres`, `mysql` | a fleet, on a database that it has |
+//! | `store::foreign` | of the database | the record of a Go fleet (Redis, PostgreSQL) or a PHP one (SQL) |
+//!
+//! Only the constructor differs. A store in a server or file takes the name of its key prefix or
+//! table and has no default for it, since two consumers of the same messages must not share one. A
+//! [`Store`] of one's own is three methods; the feature `testing` has its contract as a test.
 //!
 //! # Features
 //!
 //! | feature | |
 //! |---|---|
 //! | `tokio` (default) | limits the time of store commands, pauses between tries of a mark, finishes the marks that dropped calls left. Without it the layer runs on any executor and does none of this. |
+//! | `redis`, `postgres`, `mysql`, `sqlite` | the store of that name, with `tokio`; the three of SQL need Rust 1.94, as sqlx does |
+//! | `testing` | `testing::store_contract`: a [`Store`]'s contract as a test |
 //! | `tracing` | tells each [event] to `tracing` |
 //! | `metrics` | counts each [event] with `metrics` |
 //! | `full` | all of them |
@@ -107,12 +118,27 @@ pub mod event;
 pub mod id;
 pub mod idempotency;
 pub mod store;
+#[cfg(feature = "testing")]
+#[cfg_attr(docsrs, doc(cfg(feature = "testing")))]
+pub mod testing;
 
+#[cfg(feature = "mysql")]
+#[cfg_attr(docsrs, doc(cfg(feature = "mysql")))]
+pub use self::store::MySqlStore;
+#[cfg(feature = "postgres")]
+#[cfg_attr(docsrs, doc(cfg(feature = "postgres")))]
+pub use self::store::PostgresStore;
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+pub use self::store::RedisStore;
+#[cfg(feature = "sqlite")]
+#[cfg_attr(docsrs, doc(cfg(feature = "sqlite")))]
+pub use self::store::SqliteStore;
 pub use self::{
     ack::{Ack, IsDone, Outcome},
     dead_letter::{DeadLetter, DeadLetterLayer},
     envelope::Envelope,
-    error::{BoxError, ConfigError, StoreError},
+    error::{BackendError, BoxError, ConfigError, StoreError},
     id::{ExtractId, MessageId, MetaId},
     idempotency::{Idempotency, IdempotencyLayer, OnMarkError, OnStoreError},
     store::{MemoryStore, MemoryStoreBuilder, Store},

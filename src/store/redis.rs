@@ -1,0 +1,770 @@
+//! A record in Redis, shared by all workers of a consumer.
+//!
+//! # Example
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use tower_idempotency::{BoxError, IdempotencyLayer, store::RedisStore};
+//!
+//! # async fn run() -> Result<(), BoxError> {
+//! let store = RedisStore::builder("billing:seen:")
+//!     .ttl(Duration::from_secs(7 * 24 * 3600))
+//!     .connect("redis://127.0.0.1:6379")
+//!     .await?;
+//! if let Some(policy) = store.eviction_policy().filter(|&policy| policy != "noeviction") {
+//!     return Err(format!("this Redis drops keys when it is full: {policy}").into());
+//! }
+//! let layer = IdempotencyLayer::new(store);
+//! # let _: IdempotencyLayer<RedisStore> = layer;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What is stored
+//!
+//! One key for each id, the prefix followed by the id, byte for byte; its value is `2`. Each
+//! operation is one command on one key: `GET`, `SET … PX`, `DEL`. Expiry is by the server's clock.
+//!
+//! Two consumers need two prefixes, or each would skip what the other one did. No prefix may be the
+//! beginning of another one: `a:` with the id `b:c` is the same key as `a:b:` with the id `c`.
+//!
+//! # What Redis may lose
+//!
+//! * At a failover, the last writes that the old primary had not sent to the replica. Where the old
+//!   one lives on as a replica and the connection with it, it goes on answering `seen`, without what
+//!   was written elsewhere, until the first write meets it.
+//! * Under an evicting `maxmemory-policy` (anything but `noeviction`), any key at any time.
+//!   Connecting warns of it (with the feature `tracing`) and
+//!   [`eviction_policy`](RedisStore::eviction_policy) tells it.
+//! * With a restart, what was not persisted.
+//!
+//! Then an effect can repeat; no message is lost.
+//!
+//! # Connections
+//!
+//! A store and its clones share one multiplexed connection; with a cluster, one to each node. It is
+//! replaced when it is lost, when the server turns out to be a replica (the address is resolved, and
+//! Sentinel asked, anew), and when it no longer answers. One attempt to connect serves all who
+//! wait for it, goes on when they are dropped, and is answered to all of them when it fails; the
+//! next command tries again.
+//!
+//! A command whose connection was lost, or that met a replica, is sent once more on a new
+//! connection: all commands here may be sent twice. One that got no answer in time is not.
+//!
+//! A store is used in a tokio runtime; a command polled outside of one is an error, and one in a
+//! runtime without I/O or time driver panics. A store may outlive the runtime it was made in: the
+//! next command connects in its own.
+//!
+//! # TLS
+//!
+//! `rediss://` addresses need a TLS feature of the `redis` crate, which the application turns on:
+//!
+//! ```toml
+//! redis = { version = "1.2", default-features = false, features = ["tokio-rustls-comp", "tls-rustls-webpki-roots"] }
+//! ```
+//!
+//! # Together with PHP workers
+//!
+//! BabelQueue's PHP SDK writes and reads the same record: `2` for done, and `1` for a message that
+//! a worker is busy with, which reads as not seen here. Give its prefix, `bq:idem:` unless set
+//! there, and the same TTL on all workers. For Go workers there is
+//! [`GoRedisStore`](super::foreign::GoRedisStore).
+
+use super::{
+    Store,
+    ttl::{DEFAULT_TTL, Ttl},
+};
+use crate::{
+    error::{BackendError, BackendErrorKind, ConfigError},
+    id::MessageId,
+};
+use redis::{
+    Client, Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value,
+    aio::MultiplexedConnection,
+    cluster::{ClusterClient, ClusterConfig},
+    cluster_async::ClusterConnection,
+    sentinel::SentinelClient,
+};
+use std::{
+    collections::HashMap,
+    fmt,
+    future::{Future, poll_fn},
+    io,
+    pin::{Pin, pin},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tokio::{runtime::Handle, sync::watch, time::timeout};
+
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(3);
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A connection this young is kept although it leads to a replica: the address leads nowhere else
+/// yet, and connecting anew for every command would not change that.
+const YOUNG: Duration = Duration::from_millis(500);
+
+/// A [`Store`] in Redis: standalone, with Sentinel, or a cluster.
+///
+/// # Errors
+///
+/// A command fails with a [`BackendError`]: it is [`Unavailable`](BackendErrorKind::Unavailable)
+/// when the server cannot be reached, gives no answer in time, is loading its data or its cluster is
+/// down, [`ReadOnly`](BackendErrorKind::ReadOnly) when it is a replica,
+/// [`Denied`](BackendErrorKind::Denied) for credentials and permissions,
+/// [`Schema`](BackendErrorKind::Schema) when there is no string at the key, and
+/// [`Other`](BackendErrorKind::Other) for the rest, such as a Redis that is full. No error tells a
+/// password.
+///
+/// # Cancel safety
+///
+/// A command that is dropped may or may not take effect. The connection stays usable, and no
+/// answer is ever taken for that of another command.
+///
+/// # Clone
+///
+/// Clones share one record and one connection.
+///
+/// See the [module docs](self) for what is stored, and for what Redis may lose.
+#[derive(Clone)]
+pub struct RedisStore {
+    record: Arc<Record>,
+}
+
+/// Sets up a [`RedisStore`].
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct RedisStoreBuilder {
+    prefix: String,
+    ttl: Option<Duration>,
+    limits: Limits,
+}
+
+struct Record {
+    prefix: String,
+    ttl: Ttl,
+    link: Arc<Link>,
+    eviction_policy: Option<String>,
+}
+
+/// How long is waited.
+#[derive(Clone, Copy, Debug)]
+struct Limits {
+    connection: Duration,
+    response: Duration,
+}
+
+// ===== impl RedisStore =====
+
+impl RedisStore {
+    /// Connects to one server, for ids that are kept for 24 hours under this prefix.
+    ///
+    /// The URL is `redis://[user][:password@]host[:port][/database]`.
+    ///
+    /// # Errors
+    ///
+    /// As [`RedisStoreBuilder::connect`].
+    pub async fn connect(url: &str, prefix: impl Into<String>) -> Result<Self, BackendError> {
+        Self::builder(prefix).connect(url).await
+    }
+
+    /// Sets up a record under this prefix, which begins the keys of one consumer and no other's.
+    pub fn builder(prefix: impl Into<String>) -> RedisStoreBuilder {
+        RedisStoreBuilder {
+            prefix: prefix.into(),
+            ttl: Some(DEFAULT_TTL),
+            limits: Limits {
+                connection: CONNECTION_TIMEOUT,
+                response: RESPONSE_TIMEOUT,
+            },
+        }
+    }
+
+    /// The server's `maxmemory-policy` when the store was connected; `None` where the server does
+    /// not tell. Of a cluster, that of one of its nodes.
+    ///
+    /// Under any policy but `noeviction`, ids can be dropped before their time, and their duplicates
+    /// run again.
+    #[must_use]
+    pub fn eviction_policy(&self) -> Option<&str> {
+        self.record.eviction_policy.as_deref()
+    }
+
+    /// The command of this name on the key of this id.
+    pub(super) fn on(&self, name: &str, id: &MessageId) -> Cmd {
+        let prefix = &self.record.prefix;
+        let mut key = String::with_capacity(prefix.len() + id.as_str().len());
+        key.push_str(prefix);
+        key.push_str(id.as_str());
+        let mut command = redis::cmd(name);
+        command.arg(key);
+        command
+    }
+
+    /// Writes with the TTL: one command, so that no crash leaves a key without it.
+    pub(super) fn set(&self, id: &MessageId, value: &str) -> Reply<()> {
+        let mut command = self.on("SET", id);
+        command.arg(value);
+        if let Some(millis) = self.record.ttl.millis() {
+            command.arg("PX").arg(millis);
+        }
+        self.send(command, |_| ())
+    }
+
+    pub(super) fn send<T: 'static>(&self, command: Cmd, read: fn(Value) -> T) -> Reply<T> {
+        let record = self.record.clone();
+        in_runtime(async move {
+            let answer = record.link.query(&command).await;
+            answer
+                .map(read)
+                .map_err(|error| backend_error(error, &record.prefix))
+        })
+    }
+}
+
+impl Store for RedisStore {
+    type Error = BackendError;
+    type Future<T: Send + 'static> = Reply<T>;
+
+    fn seen(&self, id: &MessageId) -> Self::Future<bool> {
+        // Anything else that is there is a claim, which says nothing of an effect.
+        self.send(
+            self.on("GET", id),
+            |value| matches!(value, Value::BulkString(bytes) if bytes == b"2"),
+        )
+    }
+
+    fn remember(&self, id: &MessageId) -> Self::Future<()> {
+        self.set(id, "2")
+    }
+
+    fn forget(&self, id: &MessageId) -> Self::Future<()> {
+        self.send(self.on("DEL", id), |_| ())
+    }
+}
+
+impl fmt::Debug for RedisStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RedisStore")
+            .field("prefix", &self.record.prefix)
+            .field("ttl", &self.record.ttl)
+            .field("limits", &self.record.link.limits)
+            .field("eviction_policy", &self.record.eviction_policy)
+            .finish_non_exhaustive()
+    }
+}
+
+// ===== impl RedisStoreBuilder =====
+
+impl RedisStoreBuilder {
+    /// How long an id is remembered, counted from when it was remembered last; 24 hours unless set,
+    /// `None` for ever.
+    ///
+    /// Rounded up to whole milliseconds; above 140,000 years it is for ever. 0 is refused.
+    pub fn ttl(mut self, ttl: impl Into<Option<Duration>>) -> Self {
+        self.ttl = ttl.into();
+        self
+    }
+
+    /// How long a command waits for its answer; 3 seconds unless set. 0 is refused.
+    ///
+    /// A connection that gave no answer to anything for so long is replaced, the next time that a
+    /// command is sent. Best below the layer's own
+    /// [limit](crate::IdempotencyLayer::store_timeout), which covers connecting and sending again.
+    pub fn response_timeout(mut self, limit: Duration) -> Self {
+        self.limits.response = limit;
+        self
+    }
+
+    /// How long connecting to a server may take, authentication included; 2 seconds unless set. 0 is
+    /// refused.
+    ///
+    /// With Sentinel it is counted from when the primary was found, and with a cluster for each
+    /// node.
+    pub fn connection_timeout(mut self, limit: Duration) -> Self {
+        self.limits.connection = limit;
+        self
+    }
+
+    /// Connects to one server.
+    ///
+    /// The URL is `redis://[user][:password@]host[:port][/database]`.
+    ///
+    /// # Errors
+    ///
+    /// A URL that is none; a setting that cannot be held to, with the [`ConfigError`] as the source;
+    /// what [commands](RedisStore#errors) fail with.
+    pub async fn connect(self, url: &str) -> Result<RedisStore, BackendError> {
+        let client = Client::open(url).map_err(|error| backend_error(error, &self.prefix))?;
+        self.client(client).await
+    }
+
+    /// Connects to the server of this client.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect).
+    pub async fn client(self, client: Client) -> Result<RedisStore, BackendError> {
+        self.open(Source::Server(client)).await
+    }
+
+    /// Connects to the primary that the sentinels name. The client has to be one for the primary.
+    ///
+    /// The sentinels themselves are asked with the time limits of the `redis` crate.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect).
+    pub async fn sentinel(self, client: SentinelClient) -> Result<RedisStore, BackendError> {
+        self.open(Source::Sentinel(tokio::sync::Mutex::new(client)))
+            .await
+    }
+
+    /// Connects to a cluster.
+    ///
+    /// The time limits set here replace those of the client, whose
+    /// [`overall_response_timeout`](redis::cluster::ClusterClientBuilder::overall_response_timeout)
+    /// should not be set. The client should know several nodes, since each new connection begins with
+    /// these. It must not read from replicas: they lag behind, and a duplicate would run again.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect); a password that is refused by every node is
+    /// [`Unavailable`](BackendErrorKind::Unavailable) here, since the `redis` crate does not tell.
+    pub async fn cluster(self, client: ClusterClient) -> Result<RedisStore, BackendError> {
+        self.open(Source::Cluster(client)).await
+    }
+
+    async fn open(self, source: Source) -> Result<RedisStore, BackendError> {
+        let ttl = self.check()?;
+        let prefix = self.prefix;
+        let link = Arc::new(Link::new(source, self.limits));
+        let asked = link.clone();
+        let eviction_policy = in_runtime(async move {
+            let policy = asked.eviction_policy().await;
+            policy.map_err(|error| backend_error(error, ""))
+        })
+        .await?;
+        #[cfg(feature = "tracing")]
+        if let Some(policy) = eviction_policy.as_deref().filter(|&it| it != "noeviction") {
+            tracing::warn!(
+                target: "tower_idempotency",
+                policy,
+                "this Redis drops keys when it is full: duplicates of dropped ids run again"
+            );
+        }
+        Ok(RedisStore {
+            record: Arc::new(Record {
+                prefix,
+                ttl,
+                link,
+                eviction_policy,
+            }),
+        })
+    }
+
+    fn check(&self) -> Result<Ttl, ConfigError> {
+        if self.prefix.is_empty() {
+            return Err(ConfigError::new(
+                "prefix",
+                "empty",
+                "one that no other consumer has",
+            ));
+        }
+        let limits = [
+            ("response_timeout", self.limits.response),
+            ("connection_timeout", self.limits.connection),
+        ];
+        for (setting, limit) in limits {
+            if limit.is_zero() {
+                return Err(ConfigError::new(setting, "0", "a time above zero"));
+            }
+        }
+        Ttl::new(self.ttl)
+    }
+}
+
+// ===== futures =====
+
+/// What a command of a Redis store answers with.
+type Reply<T> = Pin<Box<dyn Future<Output = Result<T, BackendError>> + Send>>;
+
+/// Polls in the runtime that it is polled in first, wherever it goes afterwards: timers and
+/// connections are bound to one.
+fn in_runtime<T>(
+    future: impl Future<Output = Result<T, BackendError>> + Send + 'static,
+) -> Reply<T> {
+    Box::pin(async move {
+        let runtime = Handle::try_current()
+            .map_err(|error| BackendError::new(BackendErrorKind::Unavailable, error))?;
+        let mut future = pin!(future);
+        poll_fn(|cx| {
+            let _entered = runtime.enter();
+            future.as_mut().poll(cx)
+        })
+        .await
+    })
+}
+
+// ===== Link =====
+
+/// Where connections come from.
+enum Source {
+    Server(Client),
+    Sentinel(tokio::sync::Mutex<SentinelClient>),
+    Cluster(ClusterClient),
+}
+
+#[derive(Clone)]
+enum Connection {
+    One(MultiplexedConnection),
+    Cluster(ClusterConnection),
+}
+
+/// The way to the server: one connection, replaced when it is of no use any more.
+///
+/// The `redis` crate's own manager keeps a connection that leads to a replica or that no longer
+/// answers, and knows no Sentinel; its cluster connection keeps a node's that no longer answers.
+struct Link {
+    source: Source,
+    limits: Limits,
+    state: Mutex<State>,
+    attempts: AtomicU64,
+}
+
+enum State {
+    Down,
+    /// A task is connecting, and tells the outcome to all who wait.
+    Connecting {
+        outcome: watch::Receiver<Outcome>,
+        since: Instant,
+        number: u64,
+    },
+    Up {
+        live: Arc<Live>,
+        /// When something was sent first after the last answer.
+        silent_since: Option<Instant>,
+    },
+}
+
+/// `None` while it is open.
+type Outcome = Option<RedisResult<Arc<Live>>>;
+
+struct Live {
+    connection: Connection,
+    since: Instant,
+}
+
+impl Source {
+    async fn connect(&self, limits: Limits) -> RedisResult<Connection> {
+        // The limit of answers is kept by `Link`, which replaces a connection that is silent.
+        let config = redis::AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(limits.connection))
+            .set_response_timeout(None);
+        match self {
+            Source::Server(client) => {
+                let connecting = client.get_multiplexed_async_connection_with_config(&config);
+                Ok(Connection::One(connecting.await?))
+            }
+            Source::Sentinel(client) => {
+                let mut client = client.lock().await;
+                let connecting = client.get_async_connection_with_config(&config);
+                Ok(Connection::One(connecting.await?))
+            }
+            Source::Cluster(client) => {
+                let config = ClusterConfig::new()
+                    .set_connection_timeout(limits.connection)
+                    .set_response_timeout(limits.response);
+                let connecting = client.get_async_connection_with_config(config);
+                Ok(Connection::Cluster(connecting.await?))
+            }
+        }
+    }
+}
+
+impl Link {
+    fn new(source: Source, limits: Limits) -> Self {
+        Link {
+            source,
+            limits,
+            state: Mutex::new(State::Down),
+            attempts: AtomicU64::new(0),
+        }
+    }
+
+    /// Sends a command that may be sent twice.
+    async fn query(self: &Arc<Self>, command: &Cmd) -> RedisResult<Value> {
+        let live = self.live().await?;
+        let error = match self.ask(&live, command).await {
+            Err(error) if is_of_no_use(&error) && !error.is_timeout() => error,
+            answer => return answer,
+        };
+        // What was kept although it is of no use would say the same again.
+        if self.is_up(&live) {
+            return Err(error);
+        }
+        let live = self.live().await?;
+        self.ask(&live, command).await
+    }
+
+    async fn ask(&self, live: &Arc<Live>, command: &Cmd) -> RedisResult<Value> {
+        let asking = async {
+            match live.connection.clone() {
+                Connection::One(mut one) => command.query_async(&mut one).await,
+                Connection::Cluster(mut cluster) => command.query_async(&mut cluster).await,
+            }
+        };
+        let answer = tokio::time::timeout(self.limits.response, asking)
+            .await
+            .unwrap_or_else(|_| {
+                let limit = self.limits.response;
+                let error = format!("no answer within {limit:?}");
+                Err(io::Error::new(io::ErrorKind::TimedOut, error).into())
+            });
+        self.settle(live, answer.as_ref().err());
+        answer
+    }
+
+    /// Keeps or drops a connection after its answer. Commands under way on it keep it open.
+    fn settle(&self, live: &Arc<Live>, error: Option<&RedisError>) {
+        let mut state = self.lock();
+        let State::Up {
+            live: current,
+            silent_since,
+        } = &mut *state
+        else {
+            return;
+        };
+        if !Arc::ptr_eq(current, live) {
+            return;
+        }
+        let kept = |error| leads_to_a_replica(error) && live.since.elapsed() <= YOUNG;
+        match error {
+            Some(error) if is_of_no_use(error) && !kept(error) => *state = State::Down,
+            _ => *silent_since = None,
+        }
+    }
+
+    /// The connection there is, or the next one.
+    async fn live(self: &Arc<Self>) -> RedisResult<Arc<Live>> {
+        let mut outcome = {
+            let mut state = self.lock();
+            match &mut *state {
+                State::Up { live, silent_since } => match silent_since {
+                    // Callers that give up before the limit leave no other sign of a dead connection.
+                    Some(since) if since.elapsed() > self.limits.response => self.start(&mut state),
+                    _ => {
+                        silent_since.get_or_insert_with(Instant::now);
+                        return Ok(live.clone());
+                    }
+                },
+                // A task that is gone went with its runtime; one that takes too long is on a runtime
+                // that nobody drives any more.
+                State::Connecting { outcome, since, .. }
+                    if outcome.has_changed().is_ok() && since.elapsed() < self.patience() =>
+                {
+                    outcome.clone()
+                }
+                State::Connecting { .. } | State::Down => self.start(&mut state),
+            }
+        };
+        let told = timeout(self.patience(), outcome.wait_for(Option::is_some)).await;
+        let outcome = match told {
+            Ok(Ok(outcome)) => outcome.clone(),
+            Ok(Err(_)) | Err(_) => None,
+        };
+        outcome.unwrap_or_else(|| {
+            let error = "connecting ended with its runtime";
+            Err(io::Error::new(io::ErrorKind::ConnectionAborted, error).into())
+        })
+    }
+
+    /// How long an attempt to connect may take: more than it ever does where its runtime is driven.
+    fn patience(&self) -> Duration {
+        let once = self.limits.connection.saturating_add(self.limits.response);
+        once.saturating_mul(4)
+    }
+
+    /// Connects in a task, which does not end with a caller that is dropped.
+    fn start(self: &Arc<Self>, state: &mut State) -> watch::Receiver<Outcome> {
+        let (tell, outcome) = watch::channel(None);
+        let number = self.attempts.fetch_add(1, Ordering::Relaxed);
+        *state = State::Connecting {
+            outcome: outcome.clone(),
+            since: Instant::now(),
+            number,
+        };
+        let link = self.clone();
+        tokio::spawn(async move {
+            let connection = link.source.connect(link.limits).await;
+            let live = connection.map_err(without_arguments).map(|connection| {
+                Arc::new(Live {
+                    connection,
+                    since: Instant::now(),
+                })
+            });
+            let mut state = link.lock();
+            // Unless another one was started in its place.
+            if matches!(&*state, State::Connecting { number: current, .. } if *current == number) {
+                *state = match &live {
+                    Ok(live) => State::Up {
+                        live: live.clone(),
+                        silent_since: Some(live.since),
+                    },
+                    Err(_) => State::Down,
+                };
+            }
+            drop(state);
+            tell.send_replace(Some(live));
+        });
+        outcome
+    }
+
+    /// `None` where it is not told, because of permissions or by a server that is no Redis.
+    async fn eviction_policy(self: &Arc<Self>) -> RedisResult<Option<String>> {
+        let mut command = redis::cmd("CONFIG");
+        command.arg("GET").arg("maxmemory-policy");
+        let live = self.live().await?;
+        match self.ask(&live, &command).await {
+            Ok(value) => {
+                let settings: RedisResult<HashMap<String, String>> =
+                    redis::from_redis_value(value).map_err(RedisError::from);
+                Ok(settings
+                    .ok()
+                    .and_then(|mut all| all.remove("maxmemory-policy")))
+            }
+            // Without a password that is asked for, nothing else would work.
+            Err(error) if error.code().is_some_and(|code| code != "NOAUTH") => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn is_up(&self, live: &Arc<Live>) -> bool {
+        matches!(&*self.lock(), State::Up { live: current, .. } if Arc::ptr_eq(current, live))
+    }
+
+    /// Nothing panics under the lock that would leave half a state.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+// ===== errors =====
+
+/// Whether the next command had better go elsewhere.
+fn is_of_no_use(error: &RedisError) -> bool {
+    error.is_io_error() || error.is_unrecoverable_error() || leads_to_a_replica(error)
+}
+
+fn leads_to_a_replica(error: &RedisError) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::Server(ServerErrorKind::ReadOnly | ServerErrorKind::MasterDown)
+    )
+}
+
+/// A server that does not know the command to log in with repeats its arguments.
+fn without_arguments(error: RedisError) -> RedisError {
+    let text = error.to_string();
+    if text.contains("args beginning with") {
+        return RedisError::from((
+            error.kind(),
+            "a command to set up the connection is unknown",
+        ));
+    }
+    error
+}
+
+fn backend_error(error: RedisError, prefix: &str) -> BackendError {
+    let kind = match error.kind() {
+        ErrorKind::Io
+        | ErrorKind::ClusterConnectionNotFound
+        | ErrorKind::MasterNameNotFoundBySentinel
+        | ErrorKind::NoValidReplicasFoundBySentinel
+        | ErrorKind::Server(
+            ServerErrorKind::BusyLoading
+            | ServerErrorKind::ClusterDown
+            | ServerErrorKind::MasterDown
+            | ServerErrorKind::TryAgain,
+        ) => BackendErrorKind::Unavailable,
+        ErrorKind::Server(ServerErrorKind::ReadOnly) => BackendErrorKind::ReadOnly,
+        ErrorKind::AuthenticationFailed | ErrorKind::Server(ServerErrorKind::NoPerm) => {
+            BackendErrorKind::Denied
+        }
+        ErrorKind::InvalidClientConfig => BackendErrorKind::Config,
+        _ => match error.code() {
+            Some("NOAUTH" | "WRONGPASS") => BackendErrorKind::Denied,
+            Some("WRONGTYPE") => BackendErrorKind::Schema,
+            // A script that runs for long; a primary that waits for its replicas.
+            Some("BUSY" | "NOREPLICAS") => BackendErrorKind::Unavailable,
+            _ => BackendErrorKind::Other,
+        },
+    };
+    let moved = matches!(
+        error.kind(),
+        ErrorKind::Server(ServerErrorKind::Moved | ServerErrorKind::Ask)
+    );
+    let error = BackendError::new(kind, error);
+    if kind == BackendErrorKind::Schema {
+        return error.expected(format!("expected a string at each key under `{prefix}`"));
+    }
+    if moved {
+        return error.expected("this is a node of a cluster, which needs a cluster client");
+    }
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kind(reply: &str) -> (BackendErrorKind, String) {
+        let value = redis::parse_redis_value(format!("-{reply}\r\n").as_bytes()).unwrap();
+        let error = value.extract_error().unwrap_err();
+        let error = backend_error(error, "billing:");
+        (error.kind(), error.to_string())
+    }
+
+    #[test]
+    fn a_kind_is_told_by_the_code() {
+        use BackendErrorKind::{Denied, Other, ReadOnly, Schema, Unavailable};
+
+        for (reply, expected) in [
+            (
+                "LOADING Redis is loading the dataset in memory",
+                Unavailable,
+            ),
+            ("CLUSTERDOWN The cluster is down", Unavailable),
+            ("MASTERDOWN Link with MASTER is down", Unavailable),
+            (
+                "TRYAGAIN Multiple keys request during rehashing of slot",
+                Unavailable,
+            ),
+            ("BUSY Redis is busy running a script", Unavailable),
+            ("NOREPLICAS Not enough good replicas to write.", Unavailable),
+            (
+                "READONLY You can't write against a read only replica.",
+                ReadOnly,
+            ),
+            ("NOAUTH Authentication required.", Denied),
+            ("WRONGPASS invalid username-password pair", Denied),
+            ("NOPERM this user has no permissions", Denied),
+            (
+                "OOM command not allowed when used memory > 'maxmemory'.",
+                Other,
+            ),
+            ("MISCONF Redis is configured to save RDB snapshots", Other),
+            ("ERR READONLY is only a word here", Other),
+            (
+                "WRONGTYPE Operation against a key holding the wrong kind of value",
+                Schema,
+            ),
+        ] {
+            assert_eq!(kind(reply).0, expected, "{reply}");
+        }
+        assert!(kind("WRONGTYPE x").1.contains("`billing:`"));
+        assert!(kind("MOVED 1 127.0.0.1:1").1.contains("cluster client"));
+    }
+}

@@ -1,0 +1,642 @@
+//! A table in PostgreSQL.
+
+use super::{
+    SqlStoreBuilder,
+    engine::{
+        Backend, CLAIM_GRACE, Layout, Migrated, PURGE_BATCH, Settings, columns_fit, expect_scheme,
+        failed, missing, no_connection, unfit,
+    },
+    key::{Column, Table},
+};
+use crate::{
+    error::{BackendError, BackendErrorKind, Operation},
+    store::ttl::Ttl,
+};
+use sqlx::{
+    AssertSqlSafe, Executor, PgConnection, PgPool, Postgres, Row,
+    error::DatabaseError,
+    pool::PoolConnection,
+    postgres::{PgArguments, PgPoolOptions, PgRow},
+};
+use std::{sync::Arc, time::Duration};
+
+/// Microseconds since 1970, at the instant they are asked for.
+const NOW: &str = "(extract(epoch from clock_timestamp()) * 1000000)::bigint";
+
+/// The same as of the start of the statement, which an index can be searched with.
+const START: &str = "(extract(epoch from statement_timestamp()) * 1000000)::bigint";
+
+/// What to do where prepared statements are lost or mixed up.
+const POOLER: &str = "behind a pooler in transaction mode, set `transaction_pooler(true)`";
+
+/// How long the statements of `migrate()` wait for a lock.
+const DDL_PATIENCE: &str = "2s";
+
+/// A table in PostgreSQL, of a [`PostgresStore`](crate::PostgresStore) or of another fleet.
+#[derive(Debug)]
+pub struct PostgresTable {
+    table: Table,
+    layout: Layout,
+    ttl: Ttl,
+    transaction_pooler: bool,
+    identity: Arc<str>,
+    seen_one: Arc<str>,
+    seen: Arc<str>,
+    remember: Arc<str>,
+    forget: Arc<str>,
+}
+
+impl<R> SqlStoreBuilder<PostgresTable, R> {
+    /// Sends each statement whole, for a pooler in transaction mode; off unless set.
+    ///
+    /// Statements are prepared, as everywhere in sqlx. Behind a pooler that hands out another
+    /// server connection for each transaction (PgBouncer with `pool_mode = transaction`), a
+    /// prepared statement may be missing, or be somebody else's of the same name. Without this
+    /// setting the store refuses what the wrong statement answered, with an error that names it; the
+    /// statements of others on the same database have no such guard. An older PgBouncer also needs
+    /// `ignore_startup_parameters = extra_float_digits` for sqlx. Nothing else here keeps state in a
+    /// session.
+    ///
+    /// Each statement is then parsed and planned anew, which takes some 50 microseconds longer. On a
+    /// pool of the caller's own, its other statements need the same care.
+    #[cfg_attr(docsrs, doc(cfg(feature = "postgres")))]
+    pub fn transaction_pooler(mut self, there_is_one: bool) -> Self {
+        self.transaction_pooler = there_is_one;
+        self
+    }
+}
+
+// ===== impl PostgresTable =====
+
+impl PostgresTable {
+    fn of(settings: &Settings) -> Self {
+        let table = settings.table.clone();
+        let layout = settings.layout;
+        let name = table.quoted('"');
+        // Of `remember`: `$1` are the ids, `$2` is the TTL, `$3` how long to wait for a lock.
+        let (done, columns, values, update) = match layout {
+            Layout::Ours => (
+                format!("state = 'done' AND (expires_at IS NULL OR expires_at > {NOW})"),
+                "state, owner, since, expires_at",
+                format!("'done', NULL, {NOW}, {NOW} + $2::bigint"),
+                format!(
+                    "state = 'done', owner = NULL, since = {NOW}, expires_at = {NOW} + $2::bigint"
+                ),
+            ),
+            Layout::Go => {
+                let end = "clock_timestamp() + $2::bigint * interval '1 microsecond'";
+                (
+                    "(expires_at IS NULL OR expires_at > clock_timestamp())".to_owned(),
+                    "created_at, expires_at",
+                    format!("clock_timestamp(), {end}"),
+                    format!("created_at = clock_timestamp(), expires_at = {end}"),
+                )
+            }
+            // No end at all: what `$2` says does not matter, but it is there.
+            Layout::Php => (
+                "state = 'seen'".to_owned(),
+                "state, expires_at",
+                "'seen', CASE WHEN $2::bigint IS NULL THEN NULL::bigint END".to_owned(),
+                "state = 'seen', expires_at = NULL".to_owned(),
+            ),
+        };
+        // In force for the one transaction that a statement of its own is.
+        let bound = |parameter: &str| {
+            format!(
+                "WITH bound AS MATERIALIZED (SELECT set_config('lock_timeout', {parameter}::text, true))"
+            )
+        };
+        // What a pooler may run in the place of a statement is another store's of the same name: each
+        // compares what it is with what it is meant to be.
+        let identity = format!("{layout:?} {name}");
+        PostgresTable {
+            seen_one: format!(
+                "SELECT CASE WHEN EXISTS \
+                 (SELECT 1 FROM {name} WHERE message_id = ($1::text[])[1] AND {done}) THEN '1' END, \
+                 $2::text = 'seen one {identity}'"
+            )
+            .into(),
+            // Written so that the plan is made for the ids at hand and the table as it is: by its
+            // key, whatever size the table had when the statement was prepared.
+            seen: format!(
+                "SELECT string_agg(nr::text, ','), $2::text = 'seen {identity}' \
+                 FROM generate_series(1, $3::bigint) AS nr, LATERAL \
+                 (SELECT 1 FROM {name} WHERE message_id = ($1::text[])[nr::int] AND {done} OFFSET 0) AS found"
+            )
+            .into(),
+            remember: format!(
+                "{} INSERT INTO {name} (message_id, {columns}) \
+                 SELECT id, {values} FROM bound, unnest($1::text[]) AS id \
+                 WHERE $4::text = 'remember {identity}' \
+                 ON CONFLICT (message_id) DO UPDATE SET {update}",
+                bound("$3")
+            )
+            .into(),
+            forget: format!(
+                "{}, gone AS (DELETE FROM {name} USING bound WHERE message_id = ($1::text[])[1] \
+                 AND $3::text = 'forget {identity}') SELECT NULL::text, $3::text = 'forget {identity}'",
+                bound("$2")
+            )
+            .into(),
+            identity: identity.into(),
+            table,
+            layout,
+            ttl: settings.ttl,
+            transaction_pooler: settings.transaction_pooler,
+        }
+    }
+
+    /// Runs a statement that answers with a row: the numbers of the keys it names, and whether it is
+    /// the one that was meant.
+    async fn ask(
+        &self,
+        connection: &mut PgConnection,
+        statement: &Arc<str>,
+        keys: &[String],
+        parameters: &[Parameter<'_>],
+    ) -> Result<Vec<bool>, BackendError> {
+        // To the end: a row is answered before its statement is committed.
+        let rows = if self.transaction_pooler {
+            let whole = written_out(statement, parameters);
+            let whole = sqlx::raw_sql(AssertSqlSafe(whole));
+            connection.fetch_all(whole).await
+        } else {
+            connection.fetch_all(bound(statement, parameters)).await
+        };
+        let rows = rows.map_err(|error| self.explained(error))?;
+        let columns = || match rows.first() {
+            Some(row) => Ok((row.try_get(0)?, row.try_get(1)?)),
+            None => Ok((None, false)),
+        };
+        let (named, meant): (Option<String>, bool) = columns().map_err(failed::<Self>)?;
+        if !meant {
+            return Err(mixed_up());
+        }
+        let mut answers = vec![false; keys.len()];
+        for nr in named.iter().flat_map(|named| named.split(',')) {
+            let answer = nr.parse::<usize>().ok().and_then(|nr| nr.checked_sub(1));
+            if let Some(answer) = answer.and_then(|at| answers.get_mut(at)) {
+                *answer = true;
+            }
+        }
+        Ok(answers)
+    }
+
+    /// Runs a statement that writes a row for each key, if it is the one that was meant.
+    async fn tell(
+        &self,
+        connection: &mut PgConnection,
+        statement: &Arc<str>,
+        keys: &[String],
+        parameters: &[Parameter<'_>],
+    ) -> Result<Vec<bool>, BackendError> {
+        let told = if self.transaction_pooler {
+            let whole = written_out(statement, parameters);
+            let whole = sqlx::raw_sql(AssertSqlSafe(whole));
+            connection.execute(whole).await
+        } else {
+            connection.execute(bound(statement, parameters)).await
+        };
+        let told = told.map_err(|error| self.explained(error))?;
+        if told.rows_affected() != keys.len() as u64 {
+            return Err(mixed_up());
+        }
+        Ok(vec![true; keys.len()])
+    }
+
+    /// Says what to do where there is something to do.
+    fn explained(&self, error: sqlx::Error) -> BackendError {
+        match error
+            .as_database_error()
+            .and_then(DatabaseError::code)
+            .as_deref()
+        {
+            Some("42P01") => missing(&self.table, self.layout),
+            Some("26000" | "42P05" | "08P01") => failed::<PostgresTable>(error).expected(POOLER),
+            _ => failed::<PostgresTable>(error),
+        }
+    }
+}
+
+/// What stands for `$1`, `$2` and so on.
+#[derive(Clone, Copy, Debug)]
+enum Parameter<'a> {
+    Ids(&'a [String]),
+    Number(Option<i64>),
+    Wait(Duration),
+    /// Which statement it is, and whose.
+    Identity(&'static str, &'a str),
+}
+
+/// A statement with its parameters.
+fn bound<'q>(
+    statement: &Arc<str>,
+    parameters: &[Parameter<'q>],
+) -> sqlx::query::Query<'q, Postgres, PgArguments> {
+    let mut query = sqlx::query(AssertSqlSafe(statement.clone()));
+    for parameter in parameters {
+        query = match *parameter {
+            Parameter::Ids(ids) => query.bind(ids),
+            Parameter::Number(number) => query.bind(number),
+            Parameter::Wait(wait) => query.bind(milliseconds(wait)),
+            Parameter::Identity(command, of) => query.bind(format!("{command} {of}")),
+        };
+    }
+    query
+}
+
+/// Something else was run than what was meant.
+fn mixed_up() -> BackendError {
+    let error = "another statement was run in the place of this one";
+    BackendError::new(BackendErrorKind::Config, error).expected(POOLER)
+}
+
+/// PostgreSQL takes 0 for "for ever".
+fn milliseconds(wait: Duration) -> String {
+    format!("{}ms", wait.as_millis().clamp(1, i32::MAX as u128))
+}
+
+/// A statement that stands for itself. Ids come last: what they contain is no parameter.
+fn written_out(statement: &str, parameters: &[Parameter<'_>]) -> String {
+    let mut whole = statement.to_owned();
+    for (at, parameter) in parameters.iter().enumerate().rev() {
+        let value = match parameter {
+            Parameter::Ids(ids) => {
+                let literals: Vec<String> = ids.iter().map(|id| literal(id)).collect();
+                format!("ARRAY[{}]", literals.join(","))
+            }
+            Parameter::Number(Some(number)) => number.to_string(),
+            Parameter::Number(None) => "NULL".to_owned(),
+            Parameter::Wait(wait) => format!("'{}'", milliseconds(*wait)),
+            // Of the names of tables, which need no escape.
+            Parameter::Identity(command, of) => format!("'{command} {of}'"),
+        };
+        whole = whole.replace(&format!("${}", at + 1), &value);
+    }
+    whole
+}
+
+/// A text that no setting of the server reads in any other way: without a character that could need
+/// an escape, or else in hex.
+fn literal(text: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_:./@".contains(&byte);
+    if text.bytes().all(plain) {
+        return format!("'{text}'");
+    }
+    let hex: String = text.bytes().map(|byte| format!("{byte:02x}")).collect();
+    format!("convert_from(decode('{hex}', 'hex'), 'UTF8')")
+}
+
+impl Backend for PostgresTable {
+    type Db = Postgres;
+
+    const GATHERS: bool = true;
+
+    async fn connect(url: &str, settings: &Settings) -> Result<PgPool, BackendError> {
+        expect_scheme(url, "postgres or postgresql")?;
+        let mut pool = PgPoolOptions::new()
+            .max_connections(settings.max_connections)
+            .acquire_timeout(settings.response_timeout);
+        if !settings.transaction_pooler {
+            // A lock of the whole table is waited for before a statement can say how long; a statement
+            // that is given up here would stay behind in the server.
+            let wait = milliseconds(settings.response_timeout / 10 * 9);
+            pool = pool.after_connect(move |session, _| {
+                let set = format!("SET lock_timeout = '{wait}'");
+                Box::pin(async move {
+                    let set = session.execute(sqlx::raw_sql(AssertSqlSafe(set)));
+                    set.await.map(drop)
+                })
+            });
+        }
+        pool.connect(url).await.map_err(no_connection::<Self>)
+    }
+
+    fn new(settings: &Settings) -> Self {
+        Self::of(settings)
+    }
+
+    /// By SQLSTATE.
+    fn classify(error: &dyn DatabaseError) -> BackendErrorKind {
+        match error.code().as_deref() {
+            Some(code) => kind(code),
+            None => BackendErrorKind::Other,
+        }
+    }
+
+    fn ddl(&self) -> String {
+        let [make, index] = ddl(&self.table);
+        format!("{make};\n{index};\n")
+    }
+
+    async fn migrate(
+        &self,
+        mut connection: PoolConnection<Postgres>,
+    ) -> Result<Migrated, BackendError> {
+        let columns = look(&mut connection, &self.table).await;
+        let columns = columns.map_err(failed::<Self>)?;
+        let [make, index] = ddl(&self.table);
+        let missing = match columns {
+            None => format!("{make}; {index}"),
+            Some(columns) => {
+                self.check(&mut connection).await?;
+                let indexed = |column: &Found| column.name == "expires_at" && column.indexed;
+                if columns.iter().any(indexed) {
+                    return Ok(Migrated::Complete);
+                }
+                index
+            }
+        };
+        // Sent as one, which is one transaction.
+        let together =
+            format!("SELECT set_config('lock_timeout', '{DDL_PATIENCE}', true); {missing}");
+        let made = connection
+            .execute(sqlx::raw_sql(AssertSqlSafe(together)))
+            .await;
+        match made {
+            Ok(_) => Ok(Migrated::Again),
+            Err(error) => {
+                let code = error.as_database_error().and_then(DatabaseError::code);
+                // Another worker makes the same at this moment.
+                let lost = matches!(code.as_deref(), Some("23505" | "42P07" | "42710" | "XX000"));
+                Err(if lost {
+                    BackendError::new(BackendErrorKind::Contention, error)
+                } else {
+                    failed::<Self>(error)
+                })
+            }
+        }
+    }
+
+    async fn purge(&self, connection: &mut PoolConnection<Postgres>) -> Result<u64, BackendError> {
+        let name = self.table.quoted('"');
+        let past = format!(
+            "expires_at <= {START} AND (state = 'done' OR expires_at <= {START} - {CLAIM_GRACE})"
+        );
+        let statement = format!(
+            "DELETE FROM {name} WHERE message_id = ANY(ARRAY(SELECT message_id FROM {name} WHERE {past} \
+             ORDER BY expires_at LIMIT {PURGE_BATCH} FOR UPDATE SKIP LOCKED)) AND {past}"
+        );
+        let deleted = connection
+            .execute(sqlx::raw_sql(AssertSqlSafe(statement)))
+            .await;
+        match deleted {
+            Ok(deleted) => Ok(deleted.rows_affected()),
+            Err(error) => Err(self.explained(error)),
+        }
+    }
+
+    async fn check(&self, connection: &mut PgConnection) -> Result<Column, BackendError> {
+        let encoding = connection
+            .fetch_one("SELECT current_setting('server_encoding')")
+            .await
+            .and_then(|row| row.try_get::<String, _>(0))
+            .map_err(failed::<Self>)?;
+        if encoding != "UTF8" {
+            return Err(unfit(
+                &self.table,
+                format_args!("is in a database with the encoding {encoding}"),
+                "expected UTF8, which has all characters",
+            ));
+        }
+        let columns = look(connection, &self.table)
+            .await
+            .map_err(failed::<PostgresTable>)?
+            .ok_or_else(|| missing(&self.table, self.layout))?;
+        let needed: &[(&str, &[&str])] = match self.layout {
+            Layout::Ours => &[
+                ("message_id", &["text"]),
+                ("state", &["text"]),
+                ("owner", &["text"]),
+                ("since", &["bigint"]),
+                ("expires_at", &["bigint"]),
+            ],
+            Layout::Go => &[
+                ("message_id", &["text", "character varying"]),
+                ("created_at", &["timestamp with time zone"]),
+                ("expires_at", &["timestamp with time zone"]),
+            ],
+            Layout::Php => &[
+                ("message_id", &["text", "character varying"]),
+                ("state", &["text", "character varying"]),
+                ("expires_at", &["bigint"]),
+            ],
+        };
+        columns_fit(&self.table, needed, |name| {
+            let column = columns.iter().find(|column| column.name == name);
+            column.map(|column| column.of_type.as_str())
+        })?;
+        let key = columns
+            .iter()
+            .find(|column| column.name == "message_id")
+            .ok_or_else(|| missing(&self.table, self.layout))?;
+        if !key.unique {
+            return Err(unfit(
+                &self.table,
+                "lets one `message_id` stand in two rows",
+                "expected it to be the primary key",
+            ));
+        }
+        if !key.deterministic {
+            return Err(unfit(
+                &self.table,
+                "compares `message_id` by a nondeterministic collation",
+                r#"expected one that tells all ids apart, such as "C""#,
+            ));
+        }
+        Ok(match self.layout {
+            Layout::Ours => Column::Ours,
+            _ => Column::Verbatim {
+                chars: key.length,
+                bytes: None,
+                nul: false,
+            },
+        })
+    }
+
+    async fn run(
+        &self,
+        connection: &mut PgConnection,
+        command: Operation,
+        keys: &[String],
+        patience: Duration,
+    ) -> Result<Vec<bool>, BackendError> {
+        let ids = Parameter::Ids(keys);
+        let identity = |command| Parameter::Identity(command, &self.identity);
+        match command {
+            Operation::Seen if keys.len() == 1 => {
+                let parameters = [ids, identity("seen one")];
+                self.ask(connection, &self.seen_one, keys, &parameters)
+                    .await
+            }
+            Operation::Seen => {
+                let count = Parameter::Number(Some(keys.len() as i64));
+                let parameters = [ids, identity("seen"), count];
+                self.ask(connection, &self.seen, keys, &parameters).await
+            }
+            Operation::Remember => {
+                let parameters = [
+                    ids,
+                    Parameter::Number(self.ttl.micros()),
+                    Parameter::Wait(patience),
+                    identity("remember"),
+                ];
+                self.tell(connection, &self.remember, keys, &parameters)
+                    .await
+            }
+            Operation::Forget => {
+                let parameters = [ids, Parameter::Wait(patience), identity("forget")];
+                self.ask(connection, &self.forget, keys, &parameters).await
+            }
+        }
+    }
+}
+
+/// What a SQLSTATE means.
+fn kind(code: &str) -> BackendErrorKind {
+    use BackendErrorKind::{
+        Contention, Denied, Other, ReadOnly, Schema, Unavailable, UnsuitableId,
+    };
+
+    match code {
+        // Serialization failure, deadlock, lock not available.
+        "40001" | "40P01" | "55P03" => Contention,
+        // Read-only transaction: a standby.
+        "25006" => ReadOnly,
+        "42501" => Denied,
+        // String too long, or with a character that cannot be stored; index row too large.
+        "22001" | "22021" | "22P05" | "54000" => UnsuitableId,
+        // No such database.
+        "3D000" => Schema,
+        // Query cancelled, as by `statement_timeout`.
+        "57014" => Unavailable,
+        _ => match &code[..code.len().min(2)] {
+            // Connection; resources (disk, memory, connections); an operator's shutdown; I/O.
+            "08" | "53" | "57" | "58" => Unavailable,
+            "28" => Denied,
+            // Names and types, among them a missing table.
+            "42" | "3F" => Schema,
+            _ => Other,
+        },
+    }
+}
+
+// ===== the catalogue =====
+
+/// A column of the table.
+struct Found {
+    name: String,
+    of_type: String,
+    length: Option<usize>,
+    /// Whether it is unique by itself.
+    unique: bool,
+    deterministic: bool,
+    indexed: bool,
+}
+
+/// The columns, or `None` without such a table.
+async fn look(
+    connection: &mut PgConnection,
+    table: &Table,
+) -> Result<Option<Vec<Found>>, sqlx::Error> {
+    let statement = format!(
+        "SELECT a.attname::text, format_type(a.atttypid, NULL), \
+         CASE WHEN a.atttypmod > 4 AND a.atttypid = 'varchar'::regtype THEN a.atttypmod - 4 END, \
+         EXISTS (SELECT 1 FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indisunique AND i.indisvalid \
+         AND i.indimmediate AND i.indpred IS NULL AND i.indexprs IS NULL AND i.indnkeyatts = 1 \
+         AND i.indkey[0] = a.attnum), \
+         COALESCE((SELECT c.collisdeterministic FROM pg_collation c WHERE c.oid = a.attcollation), true), \
+         EXISTS (SELECT 1 FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indisvalid \
+         AND i.indpred IS NULL AND i.indkey[0] = a.attnum) \
+         FROM pg_attribute a WHERE a.attrelid = to_regclass('{}') AND a.attnum > 0 AND NOT a.attisdropped",
+        table.quoted('"')
+    );
+    let rows = connection
+        .fetch_all(sqlx::raw_sql(AssertSqlSafe(statement)))
+        .await?;
+    let found = |row: &PgRow| {
+        Ok(Found {
+            name: row.try_get(0)?,
+            of_type: row.try_get(1)?,
+            length: row
+                .try_get::<Option<i32>, _>(2)?
+                .map(|length| length as usize),
+            unique: row.try_get(3)?,
+            deterministic: row.try_get(4)?,
+            indexed: row.try_get(5)?,
+        })
+    };
+    if rows.is_empty() {
+        return Ok(None);
+    }
+    rows.iter().map(found).collect::<Result<_, _>>().map(Some)
+}
+
+/// What makes the table, and what its index.
+fn ddl(table: &Table) -> [String; 2] {
+    let name = table.quoted('"');
+    [
+        format!(
+            "CREATE TABLE IF NOT EXISTS {name} (\n    \
+             message_id text COLLATE \"C\" NOT NULL PRIMARY KEY,\n    \
+             state text NOT NULL,\n    \
+             owner text,\n    \
+             since bigint NOT NULL,\n    \
+             expires_at bigint\n)"
+        ),
+        format!(
+            "CREATE INDEX IF NOT EXISTS \"{}\" ON {name} (expires_at)",
+            table.index()
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_code_says_what_can_be_tried_again() {
+        use BackendErrorKind::*;
+        for (code, expected) in [
+            ("40001", Contention),
+            ("40P01", Contention),
+            ("55P03", Contention),
+            ("25006", ReadOnly),
+            ("57P01", Unavailable),
+            ("57P03", Unavailable),
+            ("53300", Unavailable),
+            ("08006", Unavailable),
+            ("57014", Unavailable),
+            ("28P01", Denied),
+            ("42501", Denied),
+            ("42P01", Schema),
+            ("42P10", Schema),
+            ("3D000", Schema),
+            ("22001", UnsuitableId),
+            ("23505", Other),
+            ("", Other),
+            ("é", Other),
+        ] {
+            assert_eq!(kind(code), expected, "{code}");
+        }
+    }
+
+    #[test]
+    fn what_is_written_out_needs_no_escape() {
+        let ids = ["a-B_1".to_owned(), "$2'; --\\".to_owned()];
+        let whole = written_out(
+            "x($1::text[], $2::bigint, $3::text)",
+            &[
+                Parameter::Ids(&ids),
+                Parameter::Number(None),
+                Parameter::Wait(Duration::from_nanos(1)),
+            ],
+        );
+        assert_eq!(
+            whole,
+            "x(ARRAY['a-B_1',convert_from(decode('2432273b202d2d5c', 'hex'), 'UTF8')]::text[], \
+             NULL::bigint, '1ms'::text)"
+        );
+    }
+}

@@ -1,0 +1,415 @@
+//! A table in a file of SQLite.
+
+use super::{
+    engine::{
+        Backend, CLAIM_GRACE, Layout, Migrated, PURGE_BATCH, Settings, expect_scheme, failed,
+        missing, no_connection, unfit,
+    },
+    key::{Column, Table},
+};
+use crate::{
+    error::{BackendError, BackendErrorKind, ConfigError, Operation},
+    store::ttl::Ttl,
+};
+use sqlx::{
+    AssertSqlSafe, Executor, Row, Sqlite, SqliteConnection, SqlitePool,
+    error::DatabaseError,
+    pool::PoolConnection,
+    sqlite::{
+        SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteRow, SqliteSynchronous,
+    },
+};
+use std::{path::Path, str::FromStr, sync::Arc, time::Duration};
+use tokio::time::{Instant, sleep};
+
+/// Microseconds since 1970. SQLite reads the clock once in a statement, when it has the locks it
+/// needs, in milliseconds.
+const NOW: &str = "CAST(round((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000";
+
+/// The page size of a file that is made here, in bytes. Ids are in no order, so that each row of a
+/// statement changes a page of its own, which is then written whole.
+const PAGE: u32 = 1024;
+
+/// After how many pages the log is written into the file: some 32 MiB, since that waits for the disk.
+const CHECKPOINT: &str = "32768";
+
+/// A table in SQLite, of a [`SqliteStore`](crate::SqliteStore) or of another fleet.
+#[derive(Debug)]
+pub struct SqliteTable {
+    table: Table,
+    layout: Layout,
+    ttl: Ttl,
+    seen: Arc<str>,
+    remember: Arc<str>,
+    forget: Arc<str>,
+}
+
+impl SqliteTable {
+    /// Tells a missing table from other faults of a statement, for which SQLite has one number.
+    async fn explained(
+        &self,
+        error: sqlx::Error,
+        connection: &mut SqliteConnection,
+    ) -> BackendError {
+        let generic = |error: &dyn DatabaseError| error.code().as_deref() == Some("1");
+        if error.as_database_error().is_some_and(generic) {
+            if let Err(found) = self.check(connection).await {
+                return found;
+            }
+        }
+        failed::<Self>(error)
+    }
+}
+
+impl Backend for SqliteTable {
+    type Db = Sqlite;
+
+    const GATHERS: bool = true;
+
+    const LOCKS_ROWS: bool = false;
+
+    async fn connect(url: &str, settings: &Settings) -> Result<SqlitePool, BackendError> {
+        expect_scheme(url, "sqlite")?;
+        let options = SqliteConnectOptions::from_str(url).map_err(failed::<Self>)?;
+        let file = options.get_filename();
+        let unnamed = file.as_os_str().is_empty() || file == Path::new(":memory:");
+        if unnamed || url.contains(":memory:") || url.contains("mode=memory") {
+            return Err(ConfigError::new(
+                "url",
+                "a database in memory",
+                "a file; each connection has a database in memory of its own, and a MemoryStore serves better",
+            )
+            .into());
+        }
+        let options = options
+            .create_if_missing(true)
+            .journal_mode(SqliteJournalMode::Wal)
+            .synchronous(SqliteSynchronous::Normal)
+            .busy_timeout(settings.response_timeout / 10 * 9)
+            .page_size(PAGE)
+            .pragma("wal_autocheckpoint", CHECKPOINT);
+        let begun = Instant::now();
+        loop {
+            let pool = SqlitePoolOptions::new()
+                .max_connections(settings.max_connections)
+                .acquire_timeout(settings.response_timeout)
+                .connect_with(options.clone())
+                .await
+                .map_err(no_connection::<Self>);
+            match pool {
+                // The switch to WAL does not wait for others that do the same.
+                Err(error)
+                    if error.kind() == BackendErrorKind::Contention
+                        && begun.elapsed() < settings.response_timeout =>
+                {
+                    sleep(Duration::from_millis(10)).await;
+                }
+                pool => return pool,
+            }
+        }
+    }
+
+    fn new(settings: &Settings) -> Self {
+        let (table, layout) = (settings.table.clone(), settings.layout);
+        let name = table.quoted('"');
+        // `?1` are the ids as a JSON array, `?2` is the TTL.
+        let (done, columns, values, update) = match layout {
+            Layout::Ours => (
+                format!("state = 'done' AND (expires_at IS NULL OR expires_at > {NOW})"),
+                "state, owner, since, expires_at",
+                format!("'done', NULL, {NOW}, {NOW} + ?2"),
+                format!("state = 'done', owner = NULL, since = {NOW}, expires_at = {NOW} + ?2"),
+            ),
+            Layout::Go | Layout::Php => (
+                "state = 'seen'".to_owned(),
+                "state, expires_at",
+                "'seen', NULL".to_owned(),
+                "state = 'seen', expires_at = NULL".to_owned(),
+            ),
+        };
+        SqliteTable {
+            seen: format!(
+                "SELECT key FROM json_each(?1) AS id \
+                 WHERE EXISTS (SELECT 1 FROM {name} WHERE message_id = id.value COLLATE BINARY AND {done})"
+            )
+            .into(),
+            remember: format!(
+                "INSERT INTO {name} (message_id, {columns}) \
+                 SELECT value, {values} FROM json_each(?1) WHERE true \
+                 ON CONFLICT (message_id) DO UPDATE SET {update}"
+            )
+            .into(),
+            forget: format!(
+                "DELETE FROM {name} WHERE message_id COLLATE BINARY IN (SELECT value FROM json_each(?1))"
+            )
+            .into(),
+            table,
+            layout,
+            ttl: settings.ttl,
+        }
+    }
+
+    /// By result code.
+    fn classify(error: &dyn DatabaseError) -> BackendErrorKind {
+        let code = error.code().and_then(|code| code.parse::<i32>().ok());
+        code.map_or(BackendErrorKind::Other, kind)
+    }
+
+    fn ddl(&self) -> String {
+        let [make, index] = ddl(&self.table);
+        format!("{make};\n{index};\n")
+    }
+
+    async fn migrate(
+        &self,
+        mut connection: PoolConnection<Sqlite>,
+    ) -> Result<Migrated, BackendError> {
+        let [make, index] = ddl(&self.table);
+        let missing = if columns(&mut connection, &self.table).await?.is_empty() {
+            // The index comes with the next look.
+            make
+        } else {
+            self.check(&mut connection).await?;
+            if indexed(&mut connection, &self.table).await? {
+                return Ok(Migrated::Complete);
+            }
+            index
+        };
+        let made = connection.execute(sqlx::raw_sql(AssertSqlSafe(missing)));
+        made.await.map_err(failed::<Self>)?;
+        Ok(Migrated::Again)
+    }
+
+    async fn purge(&self, connection: &mut PoolConnection<Sqlite>) -> Result<u64, BackendError> {
+        let name = self.table.quoted('"');
+        let statement = format!(
+            "DELETE FROM {name} WHERE message_id IN (SELECT message_id FROM {name} \
+             WHERE expires_at <= {NOW} AND (state = 'done' OR expires_at <= {NOW} - {CLAIM_GRACE}) \
+             ORDER BY expires_at LIMIT {PURGE_BATCH})"
+        );
+        let deleted = connection
+            .execute(sqlx::raw_sql(AssertSqlSafe(statement)))
+            .await;
+        match deleted {
+            Ok(deleted) => Ok(deleted.rows_affected()),
+            Err(error) => Err(self.explained(error, connection).await),
+        }
+    }
+
+    async fn check(&self, connection: &mut SqliteConnection) -> Result<Column, BackendError> {
+        let found = columns(connection, &self.table).await?;
+        if found.is_empty() {
+            return Err(missing(&self.table, self.layout));
+        }
+        let needed: &[&str] = match self.layout {
+            Layout::Ours => &["message_id", "state", "owner", "since", "expires_at"],
+            Layout::Go | Layout::Php => &["message_id", "state", "expires_at"],
+        };
+        for name in needed {
+            if !found.iter().any(|column| column == name) {
+                return Err(unfit(
+                    &self.table,
+                    format_args!("has no column `{name}`"),
+                    format!("expected {}", needed.join(", ")),
+                ));
+            }
+        }
+        if !texts(connection, &self.table).await? {
+            return Err(unfit(
+                &self.table,
+                "takes texts in `message_id` for numbers",
+                "expected the type TEXT, or one with CHAR in its name",
+            ));
+        }
+        if !unique(connection, &self.table).await? {
+            return Err(unfit(
+                &self.table,
+                "has no primary key that tells all ids apart",
+                "expected `message_id` alone, with the collation BINARY",
+            ));
+        }
+        Ok(match self.layout {
+            Layout::Ours => Column::Ours,
+            // A length in the type of a column says nothing here.
+            // Nor does every SQLite keep a NUL on its way out of JSON.
+            Layout::Go | Layout::Php => Column::Verbatim {
+                chars: None,
+                bytes: None,
+                nul: false,
+            },
+        })
+    }
+
+    async fn run(
+        &self,
+        connection: &mut SqliteConnection,
+        command: Operation,
+        keys: &[String],
+        _: Duration,
+    ) -> Result<Vec<bool>, BackendError> {
+        let ids = array(keys);
+        let answer = match command {
+            Operation::Seen => {
+                let query = sqlx::query(AssertSqlSafe(self.seen.clone())).bind(ids);
+                query.fetch_all(&mut *connection).await.map(|rows| {
+                    let mut seen = vec![false; keys.len()];
+                    for row in rows {
+                        let at = row.try_get::<i64, _>(0).map(|at| at as usize);
+                        if let Some(seen) = at.ok().and_then(|at| seen.get_mut(at)) {
+                            *seen = true;
+                        }
+                    }
+                    seen
+                })
+            }
+            Operation::Remember | Operation::Forget => {
+                let query = if command == Operation::Remember {
+                    let query = sqlx::query(AssertSqlSafe(self.remember.clone())).bind(ids);
+                    match self.layout {
+                        Layout::Ours => query.bind(self.ttl.micros()),
+                        Layout::Go | Layout::Php => query,
+                    }
+                } else {
+                    sqlx::query(AssertSqlSafe(self.forget.clone())).bind(ids)
+                };
+                let done = query.execute(&mut *connection).await;
+                done.map(|_| vec![true; keys.len()])
+            }
+        };
+        match answer {
+            Ok(answer) => Ok(answer),
+            Err(error) => Err(self.explained(error, connection).await),
+        }
+    }
+}
+
+/// The ids as one parameter.
+fn array(keys: &[String]) -> String {
+    // Strings always have a spelling in JSON.
+    serde_json::to_string(keys).unwrap_or_default()
+}
+
+/// What a result code means; the low byte is the class.
+fn kind(code: i32) -> BackendErrorKind {
+    use BackendErrorKind::{Contention, Denied, Other, Unavailable};
+
+    match code & 0xff {
+        // BUSY, LOCKED.
+        5 | 6 => Contention,
+        // PERM, READONLY, AUTH.
+        3 | 8 | 23 => Denied,
+        // NOMEM, INTERRUPT, IOERR, FULL, CANTOPEN, PROTOCOL.
+        7 | 9 | 10 | 13 | 14 | 15 => Unavailable,
+        _ => Other,
+    }
+}
+
+// ===== the catalogue =====
+
+async fn rows(
+    connection: &mut SqliteConnection,
+    statement: String,
+) -> Result<Vec<SqliteRow>, BackendError> {
+    let rows = connection.fetch_all(sqlx::raw_sql(AssertSqlSafe(statement)));
+    rows.await.map_err(failed::<SqliteTable>)
+}
+
+/// Calls a table-valued pragma.
+fn pragma(name: &str, of: &str, table: &Table) -> String {
+    match table.schema() {
+        Some(schema) => format!("pragma_{name}({of}, '{schema}')"),
+        None => format!("pragma_{name}({of})"),
+    }
+}
+
+async fn columns(
+    connection: &mut SqliteConnection,
+    table: &Table,
+) -> Result<Vec<String>, BackendError> {
+    let info = pragma("table_info", &format!("'{}'", table.name()), table);
+    let rows = rows(connection, format!("SELECT name FROM {info}")).await?;
+    let names = rows.iter().map(|row| row.try_get(0));
+    names
+        .collect::<Result<_, _>>()
+        .map_err(failed::<SqliteTable>)
+}
+
+/// Whether `message_id` keeps a text as it is, by the rules of
+/// <https://www.sqlite.org/datatype3.html#determination_of_column_affinity>.
+async fn texts(connection: &mut SqliteConnection, table: &Table) -> Result<bool, BackendError> {
+    let info = pragma("table_info", &format!("'{}'", table.name()), table);
+    let statement = format!(
+        "SELECT 1 FROM {info} WHERE name = 'message_id' AND upper(type) NOT LIKE '%INT%' \
+         AND (upper(type) LIKE '%CHAR%' OR upper(type) LIKE '%CLOB%' OR upper(type) LIKE '%TEXT%')"
+    );
+    Ok(!rows(connection, statement).await?.is_empty())
+}
+
+/// Whether some unique index is of `message_id` alone, byte by byte.
+async fn unique(connection: &mut SqliteConnection, table: &Table) -> Result<bool, BackendError> {
+    let list = pragma("index_list", &format!("'{}'", table.name()), table);
+    let info = pragma("index_xinfo", "l.name", table);
+    let statement = format!(
+        "SELECT 1 FROM {list} AS l WHERE l.\"unique\" AND NOT l.partial \
+         AND (SELECT count(*) FROM {info} AS x WHERE x.key) = 1 \
+         AND EXISTS (SELECT 1 FROM {info} AS x WHERE x.key AND x.name = 'message_id' AND x.coll = 'BINARY')"
+    );
+    Ok(!rows(connection, statement).await?.is_empty())
+}
+
+/// Whether some index begins with `expires_at`.
+async fn indexed(connection: &mut SqliteConnection, table: &Table) -> Result<bool, BackendError> {
+    let list = pragma("index_list", &format!("'{}'", table.name()), table);
+    let info = pragma("index_info", "l.name", table);
+    let statement = format!(
+        "SELECT 1 FROM {list} AS l WHERE NOT l.partial \
+         AND EXISTS (SELECT 1 FROM {info} AS i WHERE i.seqno = 0 AND i.name = 'expires_at')"
+    );
+    Ok(!rows(connection, statement).await?.is_empty())
+}
+
+/// What makes the table, and what its index.
+fn ddl(table: &Table) -> [String; 2] {
+    let name = table.quoted('"');
+    // Of an index the schema stands before its own name.
+    let index = match table.schema() {
+        Some(schema) => format!("\"{schema}\".\"{}\"", table.index()),
+        None => format!("\"{}\"", table.index()),
+    };
+    [
+        format!(
+            "CREATE TABLE IF NOT EXISTS {name} (\n    \
+             message_id TEXT COLLATE BINARY NOT NULL PRIMARY KEY,\n    \
+             state TEXT NOT NULL,\n    \
+             owner TEXT,\n    \
+             since INTEGER NOT NULL,\n    \
+             expires_at INTEGER\n) WITHOUT ROWID"
+        ),
+        format!(
+            "CREATE INDEX IF NOT EXISTS {index} ON \"{}\" (expires_at)",
+            table.name()
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_code_says_what_can_be_tried_again() {
+        use BackendErrorKind::*;
+        for (code, expected) in [
+            (5, Contention),
+            (517, Contention),
+            (6, Contention),
+            (8, Denied),
+            (14, Unavailable),
+            (13, Unavailable),
+            (1, Other),
+            (11, Other),
+        ] {
+            assert_eq!(kind(code), expected, "{code}");
+        }
+    }
+}
