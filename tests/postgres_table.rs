@@ -543,3 +543,16 @@ async fn a_panic_of_who_is_told_ends_no_purge() {
     purge.unwrap().stop().await;
     db.drop().await;
 }
+
+#[tokio::test]
+async fn an_index_that_only_has_the_name_is_refused() {
+    let Some(db) = Db::migrated("index_name").await else {
+        return;
+    };
+    db.run("DROP INDEX {t}_expires_at; CREATE INDEX {t}_expires_at ON {t} (expires_at) WHERE state = 'done'")
+        .await;
+    let migrated = timeout(PATIENCE, db.store().await.migrate()).await;
+    let error = is_kind(migrated.expect("it ends"), BackendErrorKind::Schema);
+    assert!(error.to_string().contains("_expires_at"), "{error}");
+    db.drop().await;
+}

@@ -476,14 +476,19 @@ impl<B: Backend> Core<B> {
             };
             runtime.spawn(driver.drive());
         }
-        // The driver may be gone with its runtime, or be on one that nobody drives any more.
-        let answer = timeout(lane.patience(), answer).await;
-        answer.unwrap_or(Ok(None)).unwrap_or(None)
+        // The driver may be gone with its runtime, or be on one that nobody drives any more. The caller
+        // may be polled outside of any by now.
+        let limited = {
+            let _entered = runtime.enter();
+            timeout(lane.patience(), answer)
+        };
+        limited.await.unwrap_or(Ok(None)).unwrap_or(None)
     }
 
     pub(super) async fn migrate(&self) -> Result<(), BackendError> {
         let begun = Instant::now();
         let mut pause = Duration::from_millis(10);
+        let mut made = 0;
         loop {
             let mut connection = self.acquire().await?;
             // Under no time limit, as an index may take long; so it has to begin on a good connection.
@@ -494,7 +499,15 @@ impl<B: Backend> Core<B> {
             }
             match self.backend.migrate(connection).await {
                 Ok(Migrated::Complete) => return Ok(()),
-                Ok(Migrated::Again) => {}
+                Ok(Migrated::Again) if made < 4 => made += 1,
+                Ok(Migrated::Again) => {
+                    let index = self.settings.table.index();
+                    return Err(unfit(
+                        &self.settings.table,
+                        format_args!("has another index by the name of `{index}`"),
+                        "expected it on `expires_at`, of all rows",
+                    ));
+                }
                 // Somebody else was faster, or is about to be: look again.
                 Err(error)
                     if error.kind() == BackendErrorKind::Contention
