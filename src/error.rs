@@ -11,6 +11,7 @@
 //! assert_eq!(error.downcast_ref::<StoreError>().unwrap().operation(), Operation::Seen);
 //! ```
 
+use crate::id::MessageId;
 use std::{borrow::Cow, error::Error, fmt, sync::Arc, time::Duration};
 
 /// An error of any service: tower's own alias.
@@ -19,8 +20,8 @@ pub type BoxError = Box<dyn Error + Send + Sync>;
 /// Whether an error is the state of the infrastructure and not the handler's failure: such a
 /// message belongs back on its queue, not on the dead-letter queue.
 ///
-/// True for [`StoreError`] and [`Unpublished`]. Looks at the error itself, not at its sources: a handler that fails
-/// because of an error of this kind has failed.
+/// True for [`StoreError`], [`Parked`] and [`Unpublished`]. Looks at the error itself, not at its
+/// sources: a handler that fails because of an error of this kind has failed.
 ///
 /// tower's own errors are not known here. Where load shedding or a buffer stands in the stack
 /// (`Overloaded`, `Closed`, `ServiceError`), or a timeout *outside* of the idempotency layer
@@ -28,7 +29,7 @@ pub type BoxError = Box<dyn Error + Send + Sync>;
 /// timeout around the handler is another matter: a handler that hung has failed.
 #[must_use]
 pub fn is_transient(error: &BoxError) -> bool {
-    error.is::<StoreError>() || error.is::<Unpublished>()
+    error.is::<StoreError>() || error.is::<Parked>() || error.is::<Unpublished>()
 }
 
 /// What the store was asked.
@@ -41,16 +42,29 @@ pub enum Operation {
     Remember,
     /// To drop an id.
     Forget,
+    /// To claim an id.
+    Claim,
+    /// To hold a claim for longer.
+    Renew,
+    /// To remember an id and end its claim.
+    Complete,
+    /// To end a claim.
+    Release,
 }
 
 impl Operation {
-    /// The name of the operation: `seen`, `remember`, `forget`.
+    /// The name of the operation: `seen`, `remember`, `forget`, `claim`, `renew`, `complete`,
+    /// `release`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
             Operation::Seen => "seen",
             Operation::Remember => "remember",
             Operation::Forget => "forget",
+            Operation::Claim => "claim",
+            Operation::Renew => "renew",
+            Operation::Complete => "complete",
+            Operation::Release => "release",
         }
     }
 }
@@ -63,8 +77,8 @@ impl fmt::Display for Operation {
 
 /// The store did not do what it was asked, or did not say so in time.
 ///
-/// From `seen`, the handler did not run. From `remember` (an error only where
-/// [`OnMarkError::Fail`](crate::OnMarkError::Fail) asks for it), it ran and its effect stands.
+/// From `seen` and `claim`, the handler did not run. From `remember` and `complete` (errors only where
+/// [`OnMarkError::Fail`](crate::OnMarkError::Fail) asks for them), it ran and its effect stands.
 #[derive(Debug)]
 pub struct StoreError {
     operation: Operation,
@@ -102,6 +116,52 @@ impl Error for StoreError {
         Some(self.source.as_ref())
     }
 }
+
+/// Somebody else is busy with the message: another copy of it is being handled.
+///
+/// It must not be acked, since that one may still fail, and it has not failed: to be handed back to the
+/// broker for a later delivery, after [`retry_after`](Parked::retry_after), without spending what
+/// deliveries a message has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parked {
+    id: MessageId,
+    retry_after: Duration,
+}
+
+impl Parked {
+    /// This message is to come again after a while.
+    #[must_use]
+    pub const fn new(id: MessageId, retry_after: Duration) -> Self {
+        Parked { id, retry_after }
+    }
+
+    /// The message.
+    #[must_use]
+    pub const fn id(&self) -> &MessageId {
+        &self.id
+    }
+
+    /// How long to wait before it is delivered again; never zero.
+    ///
+    /// Three quarters to the whole of what is left of the other one's lease, by chance, so that copies
+    /// do not come back all at once.
+    #[must_use]
+    pub const fn retry_after(&self) -> Duration {
+        self.retry_after
+    }
+}
+
+impl fmt::Display for Parked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "another copy of the message {:?} is being handled; to be delivered again in {:?}",
+            self.id, self.retry_after
+        )
+    }
+}
+
+impl Error for Parked {}
 
 /// The store gave no answer within the time limit.
 ///

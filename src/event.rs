@@ -16,11 +16,15 @@
 //! # let _ = layer;
 //! ```
 
-use crate::{error::StoreError, id::MessageId};
+use crate::{
+    error::{Operation, StoreError},
+    id::MessageId,
+};
 use std::{
     fmt, mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
+    time::Duration,
 };
 
 /// A decision about a message.
@@ -39,10 +43,18 @@ pub enum Event<'a> {
         /// The message.
         id: &'a MessageId,
     },
+    /// Somebody else is busy with the message; the handler was not called.
+    #[non_exhaustive]
+    Parked {
+        /// The message.
+        id: &'a MessageId,
+        /// When it is to be delivered again.
+        retry_after: Duration,
+    },
     /// The message has no usable id, so the handler runs each time. Told before it does.
     NoId,
-    /// The store could not say whether the id is remembered, and the handler is run nevertheless.
-    /// Told before it runs.
+    /// The store could not say whether the id is remembered or claimed, and the handler is run
+    /// nevertheless. Told before it runs.
     #[non_exhaustive]
     FailedOpen {
         /// The message.
@@ -50,7 +62,7 @@ pub enum Event<'a> {
         /// What the store said.
         error: &'a StoreError,
     },
-    /// The store could not say whether the id is remembered; the handler was not called.
+    /// The store could not say whether the id is remembered or claimed; the handler was not called.
     #[non_exhaustive]
     StoreError {
         /// The message.
@@ -67,12 +79,32 @@ pub enum Event<'a> {
         /// What the store said to the last try.
         error: &'a StoreError,
     },
-    /// The call was dropped after the handler succeeded, and no runtime was there to remember
-    /// the id: a redelivery may run the handler again.
+    /// The claim ended while the handler was running or its mark was due: renewals came too late or
+    /// failed, or somebody dropped the record. Another copy may run beside it. Told once for a call; the
+    /// handler goes on.
+    #[non_exhaustive]
+    LeaseLost {
+        /// The message.
+        id: &'a MessageId,
+    },
+    /// The handler failed and the store did not say that its claim is released: the message is
+    /// parked until the lease ends.
+    #[non_exhaustive]
+    ReleaseFailed {
+        /// The message.
+        id: &'a MessageId,
+        /// What the store said to the last try.
+        error: &'a StoreError,
+    },
+    /// The call was dropped, and no runtime was there for what it left to do. After the handler
+    /// succeeded that is its mark, and a redelivery may run it again; before, it is the release of the
+    /// claim, and the message is parked until the lease ends.
     #[non_exhaustive]
     Abandoned {
         /// The message.
         id: &'a MessageId,
+        /// What was left to do.
+        operation: Operation,
     },
     /// A full record dropped its oldest ids before their time: duplicates of them run again.
     #[non_exhaustive]
@@ -83,17 +115,21 @@ pub enum Event<'a> {
 }
 
 impl Event<'_> {
-    /// The name of the decision, as the metrics have it: `ran`, `duplicate`, `no_id`,
-    /// `failed_open`, `store_error`, `mark_failed`, `abandoned`, `evicted`.
+    /// The name of the decision, as the metrics have it: `ran`, `duplicate`, `parked`, `no_id`,
+    /// `failed_open`, `store_error`, `mark_failed`, `lease_lost`, `release_failed`, `abandoned`,
+    /// `evicted`.
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match self {
             Event::Ran { .. } => "ran",
             Event::Duplicate { .. } => "duplicate",
+            Event::Parked { .. } => "parked",
             Event::NoId => "no_id",
             Event::FailedOpen { .. } => "failed_open",
             Event::StoreError { .. } => "store_error",
             Event::MarkFailed { .. } => "mark_failed",
+            Event::LeaseLost { .. } => "lease_lost",
+            Event::ReleaseFailed { .. } => "release_failed",
             Event::Abandoned { .. } => "abandoned",
             Event::Evicted { .. } => "evicted",
         }
@@ -154,13 +190,22 @@ fn trace(event: &Event<'_>) {
     match event {
         Event::Ran { id } => debug!(?id, "ran"),
         Event::Duplicate { id } => debug!(?id, "duplicate, not run again"),
+        Event::Parked { id, retry_after } => {
+            debug!(?id, ?retry_after, "parked, somebody else is busy with it");
+        }
         Event::NoId => warn!("run without deduplication: no usable id"),
         Event::FailedOpen { id, error } => {
             warn!(?id, %error, "run without knowing whether it ran before");
         }
         Event::StoreError { id, error } => warn!(?id, %error, "not run"),
         Event::MarkFailed { id, error } => warn!(?id, %error, "ran, but is not remembered"),
-        Event::Abandoned { id } => warn!(?id, "ran and was dropped, and is not remembered"),
+        Event::LeaseLost { id } => warn!(?id, "the claim ended before the handler did"),
+        Event::ReleaseFailed { id, error } => {
+            warn!(?id, %error, "failed, and is parked until its lease ends");
+        }
+        Event::Abandoned { id, operation } => {
+            warn!(?id, %operation, "dropped, and what was left to do is not done");
+        }
         Event::Evicted { count } => warn!(count, "the record is full: oldest ids dropped"),
     }
 }
@@ -175,6 +220,7 @@ fn count(event: &Event<'_>) {
         Event::Duplicate { .. } => {
             counter!("tower_idempotency_events_total", "event" => "duplicate")
         }
+        Event::Parked { .. } => counter!("tower_idempotency_events_total", "event" => "parked"),
         Event::NoId => counter!("tower_idempotency_events_total", "event" => "no_id"),
         Event::FailedOpen { .. } => {
             counter!("tower_idempotency_events_total", "event" => "failed_open")
@@ -184,6 +230,12 @@ fn count(event: &Event<'_>) {
         }
         Event::MarkFailed { .. } => {
             counter!("tower_idempotency_events_total", "event" => "mark_failed")
+        }
+        Event::LeaseLost { .. } => {
+            counter!("tower_idempotency_events_total", "event" => "lease_lost")
+        }
+        Event::ReleaseFailed { .. } => {
+            counter!("tower_idempotency_events_total", "event" => "release_failed")
         }
         Event::Abandoned { .. } => {
             counter!("tower_idempotency_events_total", "event" => "abandoned")

@@ -214,7 +214,11 @@ impl Borrow<str> for MessageId {
 
 impl PartialEq for MessageId {
     fn eq(&self, other: &Self) -> bool {
-        self.as_str() == other.as_str()
+        match (self.as_uuid(), other.as_uuid()) {
+            (Some(one), Some(other)) => one == other,
+            (None, None) => self.as_str() == other.as_str(),
+            _ => false,
+        }
     }
 }
 

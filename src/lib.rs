@@ -138,8 +138,8 @@ pub use self::{
     ack::{Ack, IsDone, Outcome},
     dead_letter::{DeadLetter, DeadLetterLayer},
     envelope::Envelope,
-    error::{BackendError, BoxError, ConfigError, StoreError},
+    error::{BackendError, BoxError, ConfigError, Parked, StoreError},
     id::{ExtractId, MessageId, MetaId},
     idempotency::{Idempotency, IdempotencyLayer, OnMarkError, OnStoreError},
-    store::{MemoryStore, MemoryStoreBuilder, Store},
+    store::{BoxStore, Claim, ClaimStore, Lease, MemoryStore, MemoryStoreBuilder, Owner, Store},
 };

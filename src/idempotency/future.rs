@@ -324,9 +324,10 @@ impl<St: Store> LeftOverMark<St> {
 impl<St: Store> Drop for LeftOverMark<St> {
     fn drop(&mut self) {
         if !self.answered {
-            self.shared
-                .reporter
-                .report(&Event::Abandoned { id: &self.id });
+            self.shared.reporter.report(&Event::Abandoned {
+                id: &self.id,
+                operation: Operation::Remember,
+            });
         }
     }
 }

@@ -7,6 +7,12 @@
 //! is dropped whole, one TTL after it closed, so an id lives between ttl and ttl × 1.25 and no
 //! expiry ever looks at single ids. When the record is full the oldest generation goes.
 //!
+//! # Claims
+//!
+//! A claim is held until its lease ends, and up to 20 ms longer: the clock is that of the system's last
+//! tick. Claims count for no capacity and are never evicted; those that have ended go when
+//! their table is full.
+//!
 //! # Example
 //!
 //! ```
@@ -21,7 +27,10 @@
 //! # Ok::<_, tower_idempotency::ConfigError>(())
 //! ```
 
-use super::Store;
+mod claims;
+
+use self::claims::Claims;
+use super::{Claim, ClaimStore, Lease, Owner, Store};
 use crate::{
     error::ConfigError,
     event::{Event, Reporter},
@@ -92,7 +101,14 @@ struct Record {
 
 /// Alone on its cache lines, so that neighbours do not slow each other down.
 #[repr(align(128))]
-struct Shard(Mutex<Generations>);
+struct Shard(Mutex<Entries>);
+
+/// What one shard knows.
+#[derive(Default)]
+struct Entries {
+    done: Generations,
+    claims: Claims,
+}
 
 /// What one shard is held to. Times are nanoseconds.
 #[derive(Clone, Copy, Debug)]
@@ -105,6 +121,8 @@ struct Limits {
     ids: usize,
     /// How many ids close a generation.
     quarter: usize,
+    /// How late the clock may be.
+    tick: u64,
 }
 
 /// Nanoseconds since an origin of its own.
@@ -175,11 +193,11 @@ impl MemoryStore {
     pub fn len(&self) -> usize {
         let mut len = 0;
         for shard in &self.record.shards {
-            let mut generations = shard.lock();
+            let mut entries = shard.lock();
             let now = self.record.clock.now();
-            let expired = generations.expire(now, &self.record.limits);
-            len += generations.len;
-            drop(generations);
+            let expired = entries.done.expire(now, &self.record.limits);
+            len += entries.done.len;
+            drop(entries);
             drop(expired);
         }
         len
@@ -205,7 +223,7 @@ impl MemoryStore {
         self.record.evicted.load(Ordering::Relaxed)
     }
 
-    /// Drops every id and gives its memory back.
+    /// Drops every id, done or claimed, and gives its memory back.
     pub fn clear(&self) {
         for shard in &self.record.shards {
             let old = mem::take(&mut *shard.lock());
@@ -246,6 +264,24 @@ impl Store for MemoryStore {
     fn forget(&self, id: &MessageId) -> Self::Future<()> {
         self.record.forget(id);
         ready(Ok(()))
+    }
+}
+
+impl ClaimStore for MemoryStore {
+    fn claim(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<Claim> {
+        ready(Ok(self.record.claim(id, owner, lease)))
+    }
+
+    fn renew(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<bool> {
+        ready(Ok(self.record.renew(id, owner, lease)))
+    }
+
+    fn complete(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
+        ready(Ok(self.record.remember(id) == Some(owner)))
+    }
+
+    fn release(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
+        ready(Ok(self.record.release(id, owner)))
     }
 }
 
@@ -350,27 +386,29 @@ impl fmt::Debug for MemoryStoreBuilder {
 impl Record {
     fn seen(&self, id: &MessageId) -> bool {
         let key = self.key(id);
-        let mut generations = self.shard(key.hash).lock();
+        let mut entries = self.shard(key.hash).lock();
         // The clock is read only for an id that is there: what was never remembered, or was
         // dropped, is unknown at any time.
-        let Some(until) = generations.find(key).map(|found| found.until) else {
+        let Some(until) = entries.done.find(key).map(|found| found.until) else {
             return false;
         };
         let now = self.clock.now();
-        let expired = generations.expire(now, &self.limits);
-        drop(generations);
+        let expired = entries.done.expire(now, &self.limits);
+        drop(entries);
         drop(expired);
         self.limits.ttl.is_none_or(|ttl| now < until + ttl)
     }
 
-    fn remember(&self, id: &MessageId) {
+    /// Answers who held it, if somebody did.
+    fn remember(&self, id: &MessageId) -> Option<Owner> {
         let key = self.key(id);
-        let mut generations = self.shard(key.hash).lock();
+        let mut entries = self.shard(key.hash).lock();
         // Read under the lock: a time that waited for it could put the id where it ends too soon.
         let now = self.clock.now();
-        let expired = generations.expire(now, &self.limits);
-        let evicted = generations.remember(key, now, &self.limits, &self.hasher);
-        drop(generations);
+        let expired = entries.done.expire(now, &self.limits);
+        let evicted = entries.done.remember(key, now, &self.limits, &self.hasher);
+        let held = entries.claims.end(key.hash, id);
+        drop(entries);
         // Their memory is given back outside the lock.
         drop(expired);
         if let Some(evicted) = evicted {
@@ -379,11 +417,54 @@ impl Record {
             self.evicted.fetch_add(count, Ordering::Relaxed);
             self.reporter.report(&Event::Evicted { count });
         }
+        held.filter(|&(_, until)| now < until)
+            .map(|(owner, _)| owner)
     }
 
     fn forget(&self, id: &MessageId) {
         let key = self.key(id);
-        self.shard(key.hash).lock().forget(key, &self.hasher);
+        let mut entries = self.shard(key.hash).lock();
+        entries.done.forget(key, &self.hasher);
+        entries.claims.end(key.hash, id);
+    }
+
+    fn claim(&self, id: &MessageId, owner: Owner, lease: Lease) -> Claim {
+        let key = self.key(id);
+        let mut entries = self.shard(key.hash).lock();
+        let now = self.clock.now();
+        let done = entries.done.find(key).map(|found| found.until);
+        if done.is_some_and(|until| self.limits.ttl.is_none_or(|ttl| now < until + ttl)) {
+            return Claim::Done;
+        }
+        let end = self.end(now, lease);
+        let hasher = |id: &MessageId| self.key(id).hash;
+        let busy = entries.claims.claim(key.hash, id, owner, now, end, hasher);
+        match busy {
+            None => Claim::Won,
+            Some(until) => Claim::Busy {
+                retry_after: Duration::from_nanos(until - now),
+            },
+        }
+    }
+
+    fn renew(&self, id: &MessageId, owner: Owner, lease: Lease) -> bool {
+        let hash = self.key(id).hash;
+        let mut entries = self.shard(hash).lock();
+        let now = self.clock.now();
+        let end = self.end(now, lease);
+        entries.claims.renew(hash, id, owner, now, end)
+    }
+
+    fn release(&self, id: &MessageId, owner: Owner) -> bool {
+        let hash = self.key(id).hash;
+        let mut entries = self.shard(hash).lock();
+        let now = self.clock.now();
+        entries.claims.release(hash, id, owner, now)
+    }
+
+    /// When a lease that begins now is over, also by a clock that is late now.
+    fn end(&self, now: u64, lease: Lease) -> u64 {
+        now + nanos(lease.length()) + self.limits.tick
     }
 
     fn key<'a>(&self, id: &'a MessageId) -> Key<'a> {
@@ -409,14 +490,14 @@ impl Record {
 impl Shard {
     /// A panic under the lock would leave the tables whole, so a poisoned lock is no reason to
     /// stop deduplicating.
-    fn lock(&self) -> MutexGuard<'_, Generations> {
+    fn lock(&self) -> MutexGuard<'_, Entries> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Default for Shard {
     fn default() -> Self {
-        Shard(Mutex::new(Generations::default()))
+        Shard(Mutex::new(Entries::default()))
     }
 }
 
@@ -476,6 +557,7 @@ impl Limits {
             window: ttl.map_or(0, |ttl| ttl / 4 - 2 * tick),
             ids,
             quarter: (ids / 4).max(1),
+            tick,
         }
     }
 }
@@ -765,14 +847,14 @@ mod tests {
             .capacity(400)
             .build()
             .expect("settings");
-        let generations = || store.record.shards[0].lock();
+        let shard = || store.record.shards[0].lock();
         let mut most = 0;
         for round in 0..2000 {
             wear(&store, round);
-            most = most.max(generations().closed.len());
+            most = most.max(shard().done.closed.len());
         }
-        let generations = generations();
-        let all = generations.closed.iter().chain([&generations.open]);
+        let entries = shard();
+        let all = entries.done.closed.iter().chain([&entries.done.open]);
         (
             most,
             all.map(|one| one.uuids.capacity() + one.others.capacity())
@@ -786,7 +868,9 @@ mod tests {
         for ttl in [DEFAULT_TTL, Duration::MAX] {
             // 99 ids again and again, and one new one each time.
             let (generations, buckets) = worn(ttl, |store, round| {
-                (0..99).for_each(|number| store.record.remember(&id(number)));
+                for number in 0..99 {
+                    store.record.remember(&id(number));
+                }
                 store.record.remember(&id(1000 + round));
             });
             assert!(generations <= 20, "{generations} generations");
@@ -794,7 +878,9 @@ mod tests {
 
             // All but one of a hundred are forgotten when they are no longer the youngest.
             let (generations, buckets) = worn(ttl, |store, round| {
-                (0..100).for_each(|number| store.record.remember(&id(100 * round + number)));
+                for number in 0..100 {
+                    store.record.remember(&id(100 * round + number));
+                }
                 if let Some(old) = round.checked_sub(2) {
                     (1..100).for_each(|number| store.record.forget(&id(100 * old + number)));
                 }
@@ -816,9 +902,11 @@ mod tests {
                 .build()
                 .expect("settings");
             // Two full generations, so that they are not joined.
-            (0..2001).for_each(|number| store.record.remember(&id(number)));
+            for number in 0..2001 {
+                store.record.remember(&id(number));
+            }
             let buckets = || {
-                let generations = store.record.shards[0].lock();
+                let generations = &store.record.shards[0].lock().done;
                 let lens: Vec<_> = generations.closed.iter().map(Generation::len).collect();
                 assert_eq!(lens.len(), 2);
                 let oldest = &generations.closed[0];

@@ -1,5 +1,7 @@
 //! Where it is recorded which messages had their effect.
 
+mod boxed;
+mod claim;
 #[cfg(any(
     feature = "redis",
     feature = "postgres",
@@ -34,7 +36,6 @@ pub mod sql;
 ))]
 mod ttl;
 
-pub use self::memory::{MemoryStore, MemoryStoreBuilder};
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use self::redis::{RedisStore, RedisStoreBuilder};
@@ -47,6 +48,11 @@ pub use self::sql::PostgresStore;
 #[cfg(feature = "sqlite")]
 #[cfg_attr(docsrs, doc(cfg(feature = "sqlite")))]
 pub use self::sql::SqliteStore;
+pub use self::{
+    boxed::BoxStore,
+    claim::{Claim, ClaimStore, Lease, Owner},
+    memory::{MemoryStore, MemoryStoreBuilder},
+};
 
 use crate::{error::BoxError, id::MessageId};
 use std::future::Future;

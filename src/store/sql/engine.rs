@@ -5,7 +5,7 @@ use super::{
     lane::{self, Answer, Batch, Lane},
 };
 use crate::{
-    error::{BackendError, BackendErrorKind, BoxError, ConfigError, Operation, TimedOut},
+    error::{BackendError, BackendErrorKind, BoxError, ConfigError, TimedOut},
     id::MessageId,
     store::ttl::Ttl,
 };
@@ -71,6 +71,14 @@ pub trait Record<B>: 'static {
     const LAYOUT: Layout;
 }
 
+/// What is asked about ids, several of which may go together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command {
+    Seen,
+    Remember,
+    Forget,
+}
+
 // ===== what the databases differ in =====
 
 /// The statements of one database for one table.
@@ -118,7 +126,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn run(
         &self,
         connection: &mut <Self::Db as Database>::Connection,
-        command: Operation,
+        command: Command,
         keys: &[String],
         patience: Duration,
     ) -> impl Future<Output = Result<Vec<bool>, BackendError>> + Send;
@@ -256,25 +264,25 @@ impl<B: Backend> Core<B> {
     }
 
     pub(super) fn seen(self: &Arc<Self>, id: &MessageId) -> BoxFuture<Result<bool, BackendError>> {
-        Box::pin(self.call(Operation::Seen, id))
+        Box::pin(self.call(Command::Seen, id))
     }
 
     pub(super) fn remember(
         self: &Arc<Self>,
         id: &MessageId,
     ) -> BoxFuture<Result<(), BackendError>> {
-        let call = self.call(Operation::Remember, id);
+        let call = self.call(Command::Remember, id);
         Box::pin(async { call.await.map(drop) })
     }
 
     pub(super) fn forget(self: &Arc<Self>, id: &MessageId) -> BoxFuture<Result<(), BackendError>> {
-        let call = self.call(Operation::Forget, id);
+        let call = self.call(Command::Forget, id);
         Box::pin(async { call.await.map(drop) })
     }
 
     fn call(
         self: &Arc<Self>,
-        command: Operation,
+        command: Command,
         id: &MessageId,
     ) -> impl Future<Output = Result<bool, BackendError>> + Send + use<B> {
         let (core, id) = (self.clone(), id.clone());
@@ -283,7 +291,7 @@ impl<B: Backend> Core<B> {
             let key = match core.column(&runtime).await?.key(&id) {
                 Ok(key) => key,
                 // It was never remembered, nor will it be: it is run each time, and the mark says why.
-                Err(error) if command == Operation::Remember => return Err(error),
+                Err(error) if command == Command::Remember => return Err(error),
                 Err(_) => return Ok(false),
             };
             let Some(lane) = core.lane(command) else {
@@ -307,10 +315,10 @@ impl<B: Backend> Core<B> {
         self.backend.ddl()
     }
 
-    fn lane(&self, command: Operation) -> Option<&Lane> {
+    fn lane(&self, command: Command) -> Option<&Lane> {
         match command {
-            Operation::Seen if B::GATHERS => Some(&self.seen),
-            Operation::Remember if B::GATHERS => Some(&self.remember),
+            Command::Seen if B::GATHERS => Some(&self.seen),
+            Command::Remember if B::GATHERS => Some(&self.remember),
             _ => None,
         }
     }
@@ -379,7 +387,7 @@ impl<B: Backend> Core<B> {
     async fn run(
         &self,
         mut connection: PoolConnection<B::Db>,
-        command: Operation,
+        command: Command,
         keys: &[String],
         patience: Duration,
     ) -> (
@@ -397,7 +405,7 @@ impl<B: Backend> Core<B> {
                 tries += 1;
                 // A row that is inserted after a wait for another session's lock has the end that
                 // was computed before the wait. It is ours by now, so a second time does not wait.
-                let late = command == Operation::Remember && begun.elapsed() > self.slack();
+                let late = command == Command::Remember && begun.elapsed() > self.slack();
                 if !late || answer.is_err() || tries == 3 {
                     return answer;
                 }
@@ -427,7 +435,7 @@ impl<B: Backend> Core<B> {
     async fn alone(
         self: &Arc<Self>,
         runtime: &Handle,
-        command: Operation,
+        command: Command,
         key: String,
     ) -> Result<bool, BackendError> {
         let begun = Instant::now();
@@ -463,7 +471,7 @@ impl<B: Backend> Core<B> {
         self: &Arc<Self>,
         runtime: &Handle,
         lane: &Lane,
-        command: Operation,
+        command: Command,
         key: String,
     ) -> Answer {
         let (answer, number) = lane.put(key);
@@ -567,7 +575,7 @@ impl<B: Backend> Core<B> {
 /// Takes the ids of a lane, one statement after the other, until nobody waits.
 struct Driver<B: Backend> {
     core: Arc<Core<B>>,
-    command: Operation,
+    command: Command,
     number: lane::Driver,
     ended: bool,
 }

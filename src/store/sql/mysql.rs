@@ -2,13 +2,13 @@
 
 use super::{
     engine::{
-        Backend, CLAIM_GRACE, Layout, Migrated, PURGE_BATCH, Settings, columns_fit, expect_scheme,
-        failed, missing, no_connection, unfit,
+        Backend, CLAIM_GRACE, Command, Layout, Migrated, PURGE_BATCH, Settings, columns_fit,
+        expect_scheme, failed, missing, no_connection, unfit,
     },
     key::{Column, Table},
 };
 use crate::{
-    error::{BackendError, BackendErrorKind, ConfigError, Operation},
+    error::{BackendError, BackendErrorKind, ConfigError},
     store::ttl::Ttl,
 };
 use sqlx::{
@@ -293,24 +293,24 @@ impl Backend for MySqlTable {
     async fn run(
         &self,
         connection: &mut MySqlConnection,
-        command: Operation,
+        command: Command,
         keys: &[String],
         _: Duration,
     ) -> Result<Vec<bool>, BackendError> {
         let mut answers = Vec::with_capacity(keys.len());
         for key in keys {
             let statement = match command {
-                Operation::Seen => &self.seen,
-                Operation::Remember => &self.remember,
-                Operation::Forget => &self.forget,
+                Command::Seen => &self.seen,
+                Command::Remember => &self.remember,
+                Command::Forget => &self.forget,
             };
             let mut query = sqlx::query(AssertSqlSafe(statement.clone())).bind(key);
-            if command == Operation::Remember && self.layout == Layout::Ours {
+            if command == Command::Remember && self.layout == Layout::Ours {
                 query = query.bind(self.ttl.micros()).bind(self.ttl.micros());
             }
             // Not by the number of rows: that counts what was found or what was changed, as the
             // session has it.
-            let answer = if command == Operation::Seen {
+            let answer = if command == Command::Seen {
                 let row = query.fetch_optional(&mut *connection).await;
                 row.map(|row| row.is_some())
             } else {

@@ -3,13 +3,13 @@
 use super::{
     SqlStoreBuilder,
     engine::{
-        Backend, CLAIM_GRACE, Layout, Migrated, PURGE_BATCH, Settings, columns_fit, expect_scheme,
-        failed, missing, no_connection, unfit,
+        Backend, CLAIM_GRACE, Command, Layout, Migrated, PURGE_BATCH, Settings, columns_fit,
+        expect_scheme, failed, missing, no_connection, unfit,
     },
     key::{Column, Table},
 };
 use crate::{
-    error::{BackendError, BackendErrorKind, Operation},
+    error::{BackendError, BackendErrorKind},
     store::ttl::Ttl,
 };
 use sqlx::{
@@ -457,24 +457,24 @@ impl Backend for PostgresTable {
     async fn run(
         &self,
         connection: &mut PgConnection,
-        command: Operation,
+        command: Command,
         keys: &[String],
         patience: Duration,
     ) -> Result<Vec<bool>, BackendError> {
         let ids = Parameter::Ids(keys);
         let identity = |command| Parameter::Identity(command, &self.identity);
         match command {
-            Operation::Seen if keys.len() == 1 => {
+            Command::Seen if keys.len() == 1 => {
                 let parameters = [ids, identity("seen one")];
                 self.ask(connection, &self.seen_one, keys, &parameters)
                     .await
             }
-            Operation::Seen => {
+            Command::Seen => {
                 let count = Parameter::Number(Some(keys.len() as i64));
                 let parameters = [ids, identity("seen"), count];
                 self.ask(connection, &self.seen, keys, &parameters).await
             }
-            Operation::Remember => {
+            Command::Remember => {
                 let parameters = [
                     ids,
                     Parameter::Number(self.ttl.micros()),
@@ -484,7 +484,7 @@ impl Backend for PostgresTable {
                 self.tell(connection, &self.remember, keys, &parameters)
                     .await
             }
-            Operation::Forget => {
+            Command::Forget => {
                 let parameters = [ids, Parameter::Wait(patience), identity("forget")];
                 self.ask(connection, &self.forget, keys, &parameters).await
             }

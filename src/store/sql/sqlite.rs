@@ -2,13 +2,13 @@
 
 use super::{
     engine::{
-        Backend, CLAIM_GRACE, Layout, Migrated, PURGE_BATCH, Settings, expect_scheme, failed,
-        missing, no_connection, unfit,
+        Backend, CLAIM_GRACE, Command, Layout, Migrated, PURGE_BATCH, Settings, expect_scheme,
+        failed, missing, no_connection, unfit,
     },
     key::{Column, Table},
 };
 use crate::{
-    error::{BackendError, BackendErrorKind, ConfigError, Operation},
+    error::{BackendError, BackendErrorKind, ConfigError},
     store::ttl::Ttl,
 };
 use sqlx::{
@@ -243,13 +243,13 @@ impl Backend for SqliteTable {
     async fn run(
         &self,
         connection: &mut SqliteConnection,
-        command: Operation,
+        command: Command,
         keys: &[String],
         _: Duration,
     ) -> Result<Vec<bool>, BackendError> {
         let ids = array(keys);
         let answer = match command {
-            Operation::Seen => {
+            Command::Seen => {
                 let query = sqlx::query(AssertSqlSafe(self.seen.clone())).bind(ids);
                 query.fetch_all(&mut *connection).await.map(|rows| {
                     let mut seen = vec![false; keys.len()];
@@ -262,8 +262,8 @@ impl Backend for SqliteTable {
                     seen
                 })
             }
-            Operation::Remember | Operation::Forget => {
-                let query = if command == Operation::Remember {
+            Command::Remember | Command::Forget => {
+                let query = if command == Command::Remember {
                     let query = sqlx::query(AssertSqlSafe(self.remember.clone())).bind(ids);
                     match self.layout {
                         Layout::Ours => query.bind(self.ttl.micros()),
