@@ -1,10 +1,8 @@
-//! Store commands: the time limit around one, the retries of the mark, the timer behind both.
+//! Store commands: the time limit around one, one that is sent again, the timer behind both.
 
 use crate::{
-    error::{BoxError, Operation, StoreError, TimedOut},
+    error::{BoxError, TimedOut},
     event::Reporter,
-    id::MessageId,
-    store::Store,
 };
 use pin_project_lite::pin_project;
 use std::{
@@ -14,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-/// The pause before a mark is sent again the first time; each further one is twice as long.
+/// The pause before a command is sent again the first time; each further one is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
 /// What a layer and its clones and calls share.
@@ -76,25 +74,22 @@ impl<F> Limited<F> {
     }
 }
 
-// ===== the mark =====
+// ===== sent again =====
 
 pin_project! {
-    /// Remembers an id, and sends that again a few times when it fails.
-    ///
-    /// Not a future, so that the call and the task that takes over from it each lend it what
-    /// they hold.
+    /// A command that is sent again when it failed, after pauses: one that may be sent twice.
     #[derive(Debug)]
-    pub(crate) struct Mark<F> {
-        sent: u32,
+    pub(crate) struct Resent<F> {
+        failed: u32,
         #[pin]
-        state: MarkState<F>,
+        state: ResentState<F>,
     }
 }
 
 pin_project! {
-    #[project = MarkStateProj]
+    #[project = ResentStateProj]
     #[derive(Debug)]
-    enum MarkState<F> {
+    enum ResentState<F> {
         Due,
         Sent {
             #[pin]
@@ -106,50 +101,59 @@ pin_project! {
     }
 }
 
-impl<F> Mark<F> {
+impl<F> Resent<F> {
     /// Sends nothing before it is polled.
-    pub(crate) fn new() -> Self {
-        Mark {
-            sent: 0,
-            state: MarkState::Due,
+    pub(crate) const fn new() -> Self {
+        Resent {
+            failed: 0,
+            state: ResentState::Due,
         }
     }
 
-    pub(crate) fn poll<St>(
+    /// How often it was answered by an error, or by nothing in time.
+    #[cfg(feature = "tokio")]
+    pub(crate) const fn failed(&self) -> u32 {
+        self.failed
+    }
+
+    /// `send` makes the command anew, once and up to `retries` times more.
+    pub(crate) fn poll<T, E>(
         self: Pin<&mut Self>,
-        shared: &Shared<St>,
-        id: &MessageId,
+        limit: Option<Duration>,
+        retries: u32,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<(), StoreError>>
+        mut send: impl FnMut() -> F,
+    ) -> Poll<Result<T, BoxError>>
     where
-        St: Store<Future<()> = F>,
-        F: Future<Output = Result<(), St::Error>>,
+        F: Future<Output = Result<T, E>>,
+        E: Into<BoxError>,
     {
         let mut this = self.project();
         loop {
             match this.state.as_mut().project() {
-                MarkStateProj::Due => {
-                    let command = Limited::new(shared.store.remember(id));
-                    this.state.set(MarkState::Sent { command });
+                ResentStateProj::Due => {
+                    let command = Limited::new(send());
+                    this.state.set(ResentState::Sent { command });
                 }
-                MarkStateProj::Sent { command } => {
-                    let Err(source) = ready!(command.poll(shared.limit, cx)) else {
-                        return Poll::Ready(Ok(()));
+                ResentStateProj::Sent { command } => {
+                    let error = match ready!(command.poll(limit, cx)) {
+                        Ok(answer) => return Poll::Ready(Ok(answer)),
+                        Err(error) => error,
                     };
-                    if *this.sent >= shared.mark_retries {
-                        return Poll::Ready(Err(StoreError::new(Operation::Remember, source)));
+                    let pause = FIRST_PAUSE.saturating_mul(1 << (*this.failed).min(31));
+                    *this.failed = this.failed.saturating_add(1);
+                    if *this.failed > retries {
+                        return Poll::Ready(Err(error));
                     }
-                    let pause = FIRST_PAUSE.saturating_mul(1 << (*this.sent).min(31));
-                    *this.sent += 1;
                     let next = match Timer::start(pause) {
-                        Some(timer) => MarkState::Pausing { timer },
-                        None => MarkState::Due,
+                        Some(timer) => ResentState::Pausing { timer },
+                        None => ResentState::Due,
                     };
                     this.state.set(next);
                 }
-                MarkStateProj::Pausing { timer } => {
+                ResentStateProj::Pausing { timer } => {
                     ready!(timer.poll(cx));
-                    this.state.set(MarkState::Due);
+                    this.state.set(ResentState::Due);
                 }
             }
         }

@@ -111,6 +111,9 @@ mod call;
 mod json;
 
 pub mod ack;
+#[cfg(feature = "tokio")]
+#[cfg_attr(docsrs, doc(cfg(feature = "tokio")))]
+pub mod claim;
 pub mod dead_letter;
 pub mod envelope;
 pub mod error;
@@ -122,6 +125,9 @@ pub mod store;
 #[cfg_attr(docsrs, doc(cfg(feature = "testing")))]
 pub mod testing;
 
+#[cfg(feature = "tokio")]
+#[cfg_attr(docsrs, doc(cfg(feature = "tokio")))]
+pub use self::claim::{ClaimLayer, OnDrop};
 #[cfg(feature = "mysql")]
 #[cfg_attr(docsrs, doc(cfg(feature = "mysql")))]
 pub use self::store::MySqlStore;

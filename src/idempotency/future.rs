@@ -2,7 +2,7 @@
 
 use crate::{
     ack::{Ack, IsDone},
-    call::{Limited, Mark, Shared},
+    call::{Limited, Resent, Shared},
     error::{BoxError, Operation, StoreError},
     event::Event,
     id::MessageId,
@@ -67,7 +67,7 @@ pin_project! {
         // The handler answered Ok; the guard is armed.
         Marking {
             #[pin]
-            mark: Mark<Remember>,
+            mark: Resent<Remember>,
             response: Option<Res>,
         },
         Done,
@@ -84,6 +84,21 @@ struct Guard<St: Store> {
     /// The runtime that the mark waits on.
     #[cfg(feature = "tokio")]
     runtime: Option<tokio::runtime::Handle>,
+}
+
+// ===== the mark =====
+
+impl<St: Store> Shared<St> {
+    fn poll_mark(
+        &self,
+        mark: Pin<&mut Resent<St::Future<()>>>,
+        id: &MessageId,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), StoreError>> {
+        let remember = || self.store.remember(id);
+        mark.poll(self.limit, self.mark_retries, cx, remember)
+            .map_err(|source| StoreError::new(Operation::Remember, source))
+    }
 }
 
 // ===== impl ResponseFuture =====
@@ -181,7 +196,7 @@ where
                 StateProj::Running { response } => match ready!(response.poll(cx)) {
                     Ok(response) if guard.id.is_some() && this.is_done.is_done(&response) => {
                         guard.armed = true;
-                        let mark = Mark::new();
+                        let mark = Resent::new();
                         this.state.set(State::Marking {
                             mark,
                             response: Some(response),
@@ -197,7 +212,7 @@ where
                         .id
                         .as_ref()
                         .expect("only a message with an id is marked");
-                    let Poll::Ready(answer) = mark.poll(&guard.shared, id, cx) else {
+                    let Poll::Ready(answer) = guard.shared.poll_mark(mark, id, cx) else {
                         #[cfg(feature = "tokio")]
                         guard.note_runtime();
                         return Poll::Pending;
@@ -306,9 +321,9 @@ struct LeftOverMark<St: Store> {
 #[cfg(feature = "tokio")]
 impl<St: Store> LeftOverMark<St> {
     async fn make(mut self) {
-        let mut mark = std::pin::pin!(Mark::new());
+        let mut mark = std::pin::pin!(Resent::new());
         let answer =
-            std::future::poll_fn(|cx| mark.as_mut().poll(&self.shared, &self.id, cx)).await;
+            std::future::poll_fn(|cx| self.shared.poll_mark(mark.as_mut(), &self.id, cx)).await;
         self.answered = true;
         let id = &self.id;
         match answer {

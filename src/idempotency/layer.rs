@@ -25,9 +25,9 @@ const DEFAULT_MARK_RETRIES: u32 = 3;
 #[derive(Clone)]
 #[must_use]
 pub struct IdempotencyLayer<St, X = MetaId, D = Always> {
-    pub(super) shared: Arc<Shared<St>>,
-    pub(super) extract: X,
-    pub(super) is_done: D,
+    pub(crate) shared: Arc<Shared<St>>,
+    pub(crate) extract: X,
+    pub(crate) is_done: D,
 }
 
 /// What to do with a message when the store cannot say whether it ran before.

@@ -16,7 +16,7 @@ use tower_service::Service;
 pub struct OutcomeLayer(());
 
 impl OutcomeLayer {
-    pub(super) const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         OutcomeLayer(())
     }
 }
