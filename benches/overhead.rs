@@ -25,7 +25,9 @@ use std::{
 use tower::{
     Layer, Service, ServiceBuilder, ServiceExt, retry::Policy, service_fn, timeout::TimeoutLayer,
 };
-use tower_idempotency::{BoxError, ExtractId, IdempotencyLayer, MemoryStore, MessageId, Store};
+use tower_idempotency::{
+    BoxError, ExtractId, IdempotencyLayer, Lease, MemoryStore, MessageId, Store,
+};
 use uuid::Uuid;
 
 // ===== the contenders =====
@@ -39,6 +41,7 @@ type Team = Box<dyn Fn() -> Worker + Send + Sync>;
 const BARE: &str = "bare service";
 const DIRECT: &str = "store calls, no layer";
 const LAYER: &str = "layer";
+const CLAIM: &str = "layer with claims";
 const HASH_SET: &str = "Mutex<HashSet<String>>";
 const DASH_SET: &str = "DashSet<String>";
 const MOKA: &str = "moka with TTL";
@@ -48,10 +51,14 @@ const LAYER_STACK: &str = "layer, retry, timeout";
 /// A name, and what makes a team with an empty record.
 type Contender = (&'static str, fn() -> Team);
 
-const CONTENDERS: [Contender; 8] = [
+const CONTENDERS: [Contender; 9] = [
     (BARE, || team(service_fn(handle))),
     (DIRECT, direct),
     (LAYER, || team(layer().layer(service_fn(handle)))),
+    (CLAIM, || {
+        let lease = Lease::new(Duration::from_secs(60)).expect("a lease");
+        team(layer().claim(lease).layer(service_fn(handle)))
+    }),
     (HASH_SET, || rival(Mutex::<HashSet<String>>::default())),
     (DASH_SET, || rival(DashSet::<String>::default())),
     (MOKA, || rival(rivals::cache())),
@@ -356,6 +363,8 @@ fn report_messages(figures: &Figures, sizes: &[usize]) {
             let best = |who| figures.best(&what, who);
             let ratio = best(LAYER).zip(best(DIRECT)).map(|(a, b)| a / b);
             judge(&format!("{LAYER} / {DIRECT}: {what}"), ratio, 1.5, false);
+            let ratio = best(CLAIM).zip(best(LAYER)).map(|(a, b)| a / b);
+            judge(&format!("{CLAIM} / {LAYER}: {what}"), ratio, 2.0, false);
         }
     }
     let Some(&size) = sizes.last() else { return };
