@@ -4,6 +4,7 @@
 //! cargo run --example charge_once            # a built-in sample, checked at the end
 //! cargo run --example charge_once -- FILE    # envelopes, one to a line
 //! cargo run --example charge_once -- -       # the same from stdin
+//! cargo run --example charge_once -- --claim # each payment claimed before it is charged; before any FILE
 //! ```
 //!
 //! A payment whose data has `"fails": n` fails its first n tries, to show retries and dead letters.
@@ -27,10 +28,10 @@ use std::{
 };
 use tower::{
     Service, ServiceBuilder, ServiceExt, retry::Policy, retry::RetryLayer, service_fn,
-    timeout::TimeoutLayer,
+    timeout::TimeoutLayer, util::Either,
 };
 use tower_idempotency::{
-    BoxError, DeadLetterLayer, Envelope, IdempotencyLayer, MemoryStore, MessageId, Outcome,
+    BoxError, DeadLetterLayer, Envelope, IdempotencyLayer, Lease, MemoryStore, MessageId, Outcome,
     dead_letter::poison,
     envelope::{DeadLetterBlock, Headers, Reason},
     event::Event,
@@ -250,7 +251,7 @@ where
     }
 }
 
-async fn run(mut input: impl BufRead, name: &str) -> io::Result<Summary> {
+async fn run(mut input: impl BufRead, name: &str, lease: Option<Lease>) -> io::Result<Summary> {
     let (till, dead, failed_open) = (Till::default(), Dead::default(), Arc::default());
     let (handler, publisher, open) = (till.clone(), dead.clone(), Arc::clone(&failed_open));
     let idempotency = IdempotencyLayer::new(MemoryStore::new()).on_event(move |event| {
@@ -258,11 +259,15 @@ async fn run(mut input: impl BufRead, name: &str) -> io::Result<Summary> {
             AtomicU64::fetch_add(&open, 1, Relaxed);
         }
     });
+    let idempotency = match lease {
+        Some(lease) => Either::Left(idempotency.claim(lease).outcome()),
+        None => Either::Right(idempotency.outcome()),
+    };
     let consumer = ServiceBuilder::new()
         .layer(DeadLetterLayer::new(service_fn(
             move |message: Envelope| ready(publisher.publish(message.encode().into())),
         )))
-        .layer(idempotency.outcome())
+        .layer(idempotency)
         .layer(RetryLayer::new(Tries(TRIES)))
         .layer(TimeoutLayer::new(Duration::from_secs(30)))
         .service(service_fn(move |message| handler.clone().charge(message)));
@@ -328,18 +333,20 @@ async fn run(mut input: impl BufRead, name: &str) -> io::Result<Summary> {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> ExitCode {
-    let mut arguments = env::args().skip(1);
+    let mut arguments = env::args().skip(1).peekable();
+    let claims = arguments.next_if_eq("--claim").is_some();
+    let lease = claims.then(|| Lease::new(Duration::from_secs(60)).expect("a lease"));
     let name = arguments.next();
     if arguments.next().is_some()
         || name
             .as_ref()
             .is_some_and(|name| name.len() > 1 && name.starts_with('-'))
     {
-        eprintln!("usage: charge_once [FILE | -]");
+        eprintln!("usage: charge_once [--claim] [FILE | -]");
         return ExitCode::from(2);
     }
     let ended = match name.as_deref() {
-        None => run(SAMPLE.trim_start().as_bytes(), "sample")
+        None => run(SAMPLE.trim_start().as_bytes(), "sample", lease)
             .await
             .inspect(|summary| {
                 let expected = Summary {
@@ -353,9 +360,9 @@ async fn main() -> ExitCode {
                 };
                 assert_eq!(*summary, expected);
             }),
-        Some("-") => run(io::stdin().lock(), "stdin").await,
+        Some("-") => run(io::stdin().lock(), "stdin", lease).await,
         Some(file) => match File::open(file) {
-            Ok(input) => run(BufReader::with_capacity(1 << 16, input), file).await,
+            Ok(input) => run(BufReader::with_capacity(1 << 16, input), file, lease).await,
             Err(error) => Err(error),
         },
     };

@@ -118,6 +118,10 @@ pub mod dead_letter;
 pub mod envelope;
 pub mod error;
 pub mod event;
+#[doc = include_str!("../docs/guide.md")]
+pub mod guide {
+    // Only this page.
+}
 pub mod id;
 pub mod idempotency;
 pub mod store;

@@ -8,7 +8,7 @@
 //! | the message is | the call |
 //! |---|---|
 //! | free, or its claim has ended | claims it, runs the handler, marks it done, answers Ok |
-//! | done | answers [`Ack::ack`](crate::Ack::ack): a duplicate |
+//! | done | answers [`Ack::ack`]: a duplicate |
 //! | claimed by another call | answers [`Parked`](crate::Parked), or [waits](ClaimLayer::wait) |
 //!
 //! When the handler fails, its claim is released before the error is returned, so that a retry outside
