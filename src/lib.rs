@@ -43,16 +43,21 @@
 //!
 //! # What is promised
 //!
-//! | | with the seen-set ([`IdempotencyLayer`]) |
-//! |---|---|
-//! | a copy that arrives after the first one's mark was answered | is skipped and acked |
-//! | a message whose handler failed, panicked or was dropped | runs again |
-//! | two copies that run at the same time | both run |
-//! | a crash between the effect and the mark | runs again |
-//! | a store that cannot be asked | nothing runs, nothing is acked, nothing is lost |
-//! | a message without an id | runs each time, and is reported |
+//! Two modes: the seen-set, which is [`IdempotencyLayer`] as it is, and the [claim], which
+//! `.claim(lease)` turns it into.
 //!
-//! In doubt a message runs again: losing one is worse than repeating one.
+//! | | seen-set | claim |
+//! |---|---|---|
+//! | a copy that arrives after the first one's mark was answered | is skipped and acked | is skipped and acked |
+//! | two copies at the same time | both run | one runs; the other is [`Parked`], or waits |
+//! | a message whose handler failed, panicked or was dropped | runs again | runs again |
+//! | a crash before the effect | runs again | runs again when the lease has ended |
+//! | a crash between the effect and the mark | runs again | runs again when the lease has ended |
+//! | a store that cannot be asked | nothing runs, nothing is acked, nothing is lost | the same |
+//! | a message without an id | runs each time, and is reported | the same |
+//!
+//! In doubt a message runs again: losing one is worse than repeating one. The [guide] has what each
+//! mode costs, how to choose lease and TTL, and how to hand a parked message back to a broker.
 //!
 //! # The order of the layers
 //!
@@ -90,15 +95,16 @@
 //!
 //! Only the constructor differs. A store in a server or file takes the name of its key prefix or
 //! table and has no default for it, since two consumers of the same messages must not share one. A
-//! [`Store`] of one's own is three methods; the feature `testing` has its contract as a test.
+//! [`Store`] of one's own is three methods, a [`ClaimStore`] four more; the feature `testing` has their
+//! contract as a test. [`BoxStore`] is any of them, chosen by a URL.
 //!
 //! # Features
 //!
 //! | feature | |
 //! |---|---|
-//! | `tokio` (default) | limits the time of store commands, pauses between tries of a mark, finishes the marks that dropped calls left. Without it the layer runs on any executor and does none of this. |
+//! | `tokio` (default) | the claim; limits the time of store commands, pauses between tries of a mark, finishes the marks that dropped calls left. Without it the seen-set runs on any executor and does none of this. |
 //! | `redis`, `postgres`, `mysql`, `sqlite` | the store of that name, with `tokio`; the three of SQL need Rust 1.94, as sqlx does |
-//! | `testing` | `testing::store_contract`: a [`Store`]'s contract as a test |
+//! | `testing` | `testing::store_contract` and `claim_store_contract`: what is asked of a [`Store`] and a [`ClaimStore`], as tests |
 //! | `tracing` | tells each [event] to `tracing` |
 //! | `metrics` | counts each [event] with `metrics` |
 //! | `full` | all of them |
