@@ -7,13 +7,17 @@ use super::{
 use crate::{
     error::{BackendError, BackendErrorKind, BoxError, ConfigError, TimedOut},
     id::MessageId,
-    store::ttl::Ttl,
+    store::{
+        claim::{Claim, Lease, Owner},
+        ttl::Ttl,
+    },
 };
 use sqlx::{Connection, Database, Pool, error::DatabaseError, pool::PoolConnection};
 use std::{
     error::Error,
     fmt,
     future::Future,
+    mem,
     pin::Pin,
     sync::{Arc, OnceLock},
     task::{Context, Poll, ready},
@@ -21,7 +25,7 @@ use std::{
 };
 use tokio::{
     runtime::Handle,
-    sync::{Semaphore, oneshot},
+    sync::{Mutex, Semaphore, oneshot},
     time::{sleep, timeout},
 };
 
@@ -29,6 +33,16 @@ pub(super) type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// How long a statement for several ids waits for a row before its ids go alone.
 const LANE_PATIENCE: Duration = Duration::from_millis(100);
+
+/// How long a claim waits for what another session has locked, before the message counts as one that
+/// somebody is busy with.
+const CLAIM_PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long a renewal does: the others come after it on the same connection.
+const RENEW_PATIENCE: Duration = Duration::from_millis(300);
+
+/// How often a claim is sent that cannot tell what became of it, because others were at the row.
+const CLAIM_TRIES: u32 = 5;
 
 /// How long a migration goes on while others are in its way.
 const MIGRATION: Duration = Duration::from_secs(3);
@@ -79,7 +93,33 @@ pub enum Command {
     Forget,
 }
 
+/// What is asked about the claim of one id. Leases are in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hold {
+    Claim { lease: i64 },
+    Renew { lease: i64 },
+    Complete,
+    Release,
+}
+
+/// What became of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Held {
+    /// The claim is, or was, this owner's.
+    Yes,
+    /// It is not, or was not any more.
+    No,
+    /// The message had its effect.
+    Done,
+    /// Somebody else is at it, for so long unless it is renewed. `None`: without an end.
+    Busy(Option<Duration>),
+    /// The row was another one when it was written than when it was read: to be asked again.
+    Again,
+}
+
 // ===== what the databases differ in =====
+
+type ConnectionOf<B> = <<B as Backend>::Db as Database>::Connection;
 
 /// The statements of one database for one table.
 pub trait Backend: Sized + Send + Sync + 'static {
@@ -130,6 +170,25 @@ pub trait Backend: Sized + Send + Sync + 'static {
         keys: &[String],
         patience: Duration,
     ) -> impl Future<Output = Result<Vec<bool>, BackendError>> + Send;
+
+    /// One step on the claim of an id. A claim that waited for a lock as long as `patience` says is
+    /// answered with [`Held::Busy`]; of the other steps that is an error.
+    fn hold(
+        &self,
+        connection: &mut <Self::Db as Database>::Connection,
+        hold: Hold,
+        key: &str,
+        owner: &str,
+        patience: Duration,
+    ) -> impl Future<Output = Result<Held, BackendError>> + Send;
+
+    /// Makes a session, which nobody else uses, one for renewals: whose statements are committed, and
+    /// wait so long for any lock.
+    fn settle(
+        &self,
+        connection: &mut <Self::Db as Database>::Connection,
+        patience: Duration,
+    ) -> impl Future<Output = Result<(), sqlx::Error>> + Send;
 }
 
 /// What one step of a migration came to.
@@ -230,6 +289,110 @@ fn unavailable(source: impl Into<BoxError>) -> BackendError {
     BackendError::new(BackendErrorKind::Unavailable, source)
 }
 
+// ===== what is sent =====
+
+/// What goes to the server at once, and what it answers.
+trait Ask<B: Backend>: Send + Sync + 'static {
+    type Answer: Send + 'static;
+
+    fn send(
+        &self,
+        backend: &B,
+        connection: &mut ConnectionOf<B>,
+        patience: Duration,
+    ) -> impl Future<Output = Result<Self::Answer, BackendError>> + Send;
+
+    /// How long it may wait for what others have locked, when it is sent by itself.
+    ///
+    /// As a rule the server gives up before the time limit does, and the connection stays good.
+    fn patience(&self, settings: &Settings) -> Duration {
+        settings.response_timeout / 10 * 9
+    }
+
+    /// How long what it wrote lasts, in microseconds, where the end may be computed before a wait.
+    fn lasts(&self, answer: &Self::Answer, settings: &Settings) -> Option<i64>;
+}
+
+/// A command about ids.
+struct Keyed {
+    command: Command,
+    keys: Vec<String>,
+}
+
+impl<B: Backend> Ask<B> for Keyed {
+    type Answer = Vec<bool>;
+
+    async fn send(
+        &self,
+        backend: &B,
+        connection: &mut ConnectionOf<B>,
+        patience: Duration,
+    ) -> Result<Vec<bool>, BackendError> {
+        let run = backend.run(connection, self.command, &self.keys, patience);
+        run.await
+    }
+
+    fn lasts(&self, _: &Vec<bool>, settings: &Settings) -> Option<i64> {
+        match self.command {
+            Command::Remember => settings.ttl.micros(),
+            Command::Seen | Command::Forget => None,
+        }
+    }
+}
+
+/// A step on the claim of one id.
+struct Holding {
+    hold: Hold,
+    key: String,
+    owner: String,
+}
+
+impl<B: Backend> Ask<B> for Holding {
+    type Answer = Held;
+
+    async fn send(
+        &self,
+        backend: &B,
+        connection: &mut ConnectionOf<B>,
+        patience: Duration,
+    ) -> Result<Held, BackendError> {
+        let begun = Instant::now();
+        let mut pause = FIRST_PAUSE;
+        for tries in 1..=CLAIM_TRIES {
+            let left = patience.saturating_sub(begun.elapsed());
+            let step = backend.hold(connection, self.hold, &self.key, &self.owner, left);
+            match step.await? {
+                Held::Again if begun.elapsed() >= patience => break,
+                Held::Again if tries > 2 => {
+                    sleep(pause).await;
+                    pause *= 2;
+                }
+                Held::Again => {}
+                held => return Ok(held),
+            }
+        }
+        // Others come and go at this row all the time.
+        Ok(Held::Busy(Some(pause)))
+    }
+
+    fn patience(&self, settings: &Settings) -> Duration {
+        let limit = settings.response_timeout;
+        match self.hold {
+            Hold::Claim { .. } => CLAIM_PATIENCE.min(limit / 2),
+            Hold::Renew { .. } => RENEW_PATIENCE.min(limit / 2),
+            Hold::Complete | Hold::Release => limit / 10 * 9,
+        }
+    }
+
+    fn lasts(&self, held: &Held, settings: &Settings) -> Option<i64> {
+        match (self.hold, held) {
+            (Hold::Claim { lease }, Held::Yes) => Some(lease),
+            (Hold::Complete, _) => settings.ttl.micros(),
+            _ => None,
+        }
+    }
+}
+
 // ===== what they share =====
 
 /// What the clones of a store share.
@@ -245,6 +408,9 @@ pub(in crate::store) struct Core<B: Backend> {
     remember: Lane,
     /// How many statements for a single id may wait for rows at once: never on all connections.
     singles: Semaphore,
+    /// A connection for renewals alone, opened when the first one comes: handlers may have taken
+    /// all those of the pool.
+    renewals: Mutex<Option<ConnectionOf<B>>>,
 }
 
 impl<B: Backend> Core<B> {
@@ -260,6 +426,7 @@ impl<B: Backend> Core<B> {
             column: OnceLock::new(),
             seen: Lane::new(patience),
             remember: Lane::new(patience),
+            renewals: Mutex::new(None),
         })
     }
 
@@ -280,6 +447,95 @@ impl<B: Backend> Core<B> {
         Box::pin(async { call.await.map(drop) })
     }
 
+    pub(super) fn claim(
+        self: &Arc<Self>,
+        id: &MessageId,
+        owner: Owner,
+        lease: Lease,
+    ) -> BoxFuture<Result<Claim, BackendError>> {
+        let micros = micros(lease);
+        let held = self.hold(Hold::Claim { lease: micros }, id, owner);
+        let core = self.clone();
+        Box::pin(async move {
+            Ok(match held.await? {
+                Held::Yes => Claim::Won,
+                Held::Done => Claim::Done,
+                Held::Busy(Some(left)) => Claim::Busy { retry_after: left },
+                Held::Busy(None) | Held::No | Held::Again => {
+                    core.endless();
+                    Claim::Busy {
+                        retry_after: lease.length(),
+                    }
+                }
+            })
+        })
+    }
+
+    pub(super) fn renew(
+        self: &Arc<Self>,
+        id: &MessageId,
+        owner: Owner,
+        lease: Lease,
+    ) -> BoxFuture<Result<bool, BackendError>> {
+        let lease = micros(lease);
+        self.held(Hold::Renew { lease }, id, owner)
+    }
+
+    pub(super) fn complete(
+        self: &Arc<Self>,
+        id: &MessageId,
+        owner: Owner,
+    ) -> BoxFuture<Result<bool, BackendError>> {
+        self.held(Hold::Complete, id, owner)
+    }
+
+    pub(super) fn release(
+        self: &Arc<Self>,
+        id: &MessageId,
+        owner: Owner,
+    ) -> BoxFuture<Result<bool, BackendError>> {
+        self.held(Hold::Release, id, owner)
+    }
+
+    fn held(
+        self: &Arc<Self>,
+        hold: Hold,
+        id: &MessageId,
+        owner: Owner,
+    ) -> BoxFuture<Result<bool, BackendError>> {
+        let held = self.hold(hold, id, owner);
+        Box::pin(async { held.await.map(|held| held == Held::Yes) })
+    }
+
+    fn hold(
+        self: &Arc<Self>,
+        hold: Hold,
+        id: &MessageId,
+        owner: Owner,
+    ) -> impl Future<Output = Result<Held, BackendError>> + Send + use<B> {
+        let (core, id) = (self.clone(), id.clone());
+        async move {
+            let runtime = runtime()?;
+            let key = core.column(&runtime).await?.key(&id)?;
+            let owner = owner.to_string();
+            let ask = Arc::new(Holding { hold, key, owner });
+            match hold {
+                Hold::Renew { .. } => core.renewed(&runtime, ask).await,
+                _ => core.alone(&runtime, ask).await,
+            }
+        }
+    }
+
+    /// Says that a claim was met that no worker here can have made.
+    fn endless(&self) {
+        #[cfg(feature = "tracing")]
+        tracing::warn!(
+            target: "tower_idempotency",
+            table = self.settings.table.name(),
+            "a message is claimed without an end: until its row is deleted, nobody runs it"
+        );
+    }
+
     fn call(
         self: &Arc<Self>,
         command: Command,
@@ -295,17 +551,17 @@ impl<B: Backend> Core<B> {
                 Err(_) => return Ok(false),
             };
             let Some(lane) = core.lane(command) else {
-                return core.alone(&runtime, command, key).await;
+                return core.single(&runtime, command, key).await;
             };
             if let Some(_leave) = lane.alone() {
-                return core.alone(&runtime, command, key).await;
+                return core.single(&runtime, command, key).await;
             }
             match core.gathered(&runtime, lane, command, key.clone()).await {
                 Some(answer) => answer,
                 None => {
                     // Never closed.
                     let _place = core.singles.acquire().await;
-                    core.alone(&runtime, command, key).await
+                    core.single(&runtime, command, key).await
                 }
             }
         }
@@ -382,32 +638,29 @@ impl<B: Backend> Core<B> {
         unavailable(TimedOut::new(self.settings.response_timeout))
     }
 
-    /// One command on a connection, within the time limit. Gives the connection back if it can be
-    /// used again.
-    async fn run(
+    /// Asks on a connection, within the time limit. Gives the connection back if it can be used
+    /// again.
+    async fn run<A: Ask<B>>(
         &self,
         mut connection: PoolConnection<B::Db>,
-        command: Command,
-        keys: &[String],
+        ask: &A,
         patience: Duration,
     ) -> (
         Option<PoolConnection<B::Db>>,
-        Result<Vec<bool>, BackendError>,
+        Result<A::Answer, BackendError>,
     ) {
         let work = async {
             let mut tries = 0;
             loop {
                 let begun = Instant::now();
-                let answer = self
-                    .backend
-                    .run(&mut connection, command, keys, patience)
-                    .await;
+                let answer = ask.send(&self.backend, &mut connection, patience).await?;
                 tries += 1;
                 // A row that is inserted after a wait for another session's lock has the end that
                 // was computed before the wait. It is ours by now, so a second time does not wait.
-                let late = command == Command::Remember && begun.elapsed() > self.slack();
-                if !late || answer.is_err() || tries == 3 {
-                    return answer;
+                let lasts = ask.lasts(&answer, &self.settings);
+                let late = lasts.is_some_and(|micros| begun.elapsed() > slack(micros));
+                if !late || tries == 3 {
+                    return Ok::<_, BackendError>(answer);
                 }
             }
         };
@@ -422,48 +675,75 @@ impl<B: Backend> Core<B> {
         }
     }
 
-    /// How much later than its statement an end may be computed from.
-    fn slack(&self) -> Duration {
-        match self.settings.ttl.micros() {
-            Some(ttl) => Duration::from_micros(ttl as u64 / 10)
-                .clamp(Duration::from_millis(5), Duration::from_secs(1)),
-            None => Duration::MAX,
-        }
-    }
-
-    /// One id in a statement of its own; sent again while other sessions are in the way.
-    async fn alone(
+    /// One id in a statement of its own.
+    async fn single(
         self: &Arc<Self>,
         runtime: &Handle,
         command: Command,
         key: String,
     ) -> Result<bool, BackendError> {
-        let begun = Instant::now();
-        let mut pause = FIRST_PAUSE;
+        let keys = vec![key];
+        let answers = self.alone(runtime, Arc::new(Keyed { command, keys }));
+        Ok(answers.await?.first() == Some(&true))
+    }
+
+    /// What is asked about one id; sent again while other sessions are in the way.
+    async fn alone<A: Ask<B>>(
+        self: &Arc<Self>,
+        runtime: &Handle,
+        ask: Arc<A>,
+    ) -> Result<A::Answer, BackendError> {
+        let mut retries = Retries::new(&self.settings);
         loop {
             let core = self.clone();
             let connection = async move { core.acquire().await };
             let connection = Within::new(runtime, Dropped::Ends, connection).await?;
-            let (core, keys) = (self.clone(), [key.clone()]);
+            let (core, ask) = (self.clone(), ask.clone());
             let run = async move {
-                // The server gives up before the time limit does, and the connection stays good.
-                let patience = core.settings.response_timeout / 10 * 9;
-                let (connection, answers) = core.run(connection, command, &keys, patience).await;
+                let patience = ask.patience(&core.settings);
+                let (connection, answer) = core.run(connection, &*ask, patience).await;
                 core.give_back(connection);
-                answers
+                answer
             };
             match Within::new(runtime, Dropped::GoesOn, run).await {
-                Ok(answers) => return Ok(answers.first() == Some(&true)),
-                Err(error)
-                    if error.kind() == BackendErrorKind::Contention
-                        && begun.elapsed() + pause < self.settings.response_timeout / 2 =>
-                {
+                Err(error) => {
+                    let pause = retries.pause(error)?;
                     Within::new(runtime, Dropped::Ends, async move { sleep(pause).await }).await;
-                    pause *= 2;
                 }
-                Err(error) => return Err(error),
+                answer => return answer,
             }
         }
+    }
+
+    /// A renewal, on the connection that there is for them, or else on one of the pool.
+    ///
+    /// A task sends it from the beginning: those that come after it wait for it, and its caller may be
+    /// one that is not polled for a while.
+    async fn renewed(
+        self: &Arc<Self>,
+        runtime: &Handle,
+        ask: Arc<Holding>,
+    ) -> Result<Held, BackendError> {
+        let (core, within) = (self.clone(), runtime.clone());
+        spawned(runtime, |reply| async move {
+            let mut retries = Retries::new(&core.settings);
+            while !reply.is_closed() {
+                let answer = match core.apart(&ask).await {
+                    Some(Err(error)) => match retries.pause(error) {
+                        Ok(pause) => {
+                            sleep(pause).await;
+                            continue;
+                        }
+                        Err(error) => Err(error),
+                    },
+                    Some(held) => held,
+                    None => core.alone(&within, ask).await,
+                };
+                let _ = reply.send(answer);
+                return;
+            }
+        })
+        .await
     }
 
     /// One id among others. `None`: it has to go alone.
@@ -491,6 +771,56 @@ impl<B: Backend> Core<B> {
             timeout(lane.patience(), answer)
         };
         limited.await.unwrap_or(Ok(None)).unwrap_or(None)
+    }
+
+    /// Asks on the connection for renewals, one after the other. `None`: it does not do here, and was
+    /// not asked.
+    async fn apart(&self, ask: &Holding) -> Option<Result<Held, BackendError>> {
+        use BackendErrorKind::{Denied, ReadOnly, Schema, Unavailable};
+
+        let limit = self.settings.response_timeout;
+        // Whoever has it may be on a runtime that nobody drives any more.
+        let mut kept = timeout(limit, self.renewals.lock()).await.ok()?;
+        if self.pool.is_closed() {
+            *kept = None;
+            return None;
+        }
+        let patience = Ask::<B>::patience(ask, &self.settings);
+        loop {
+            let fresh = kept.is_none();
+            // Taken out, so that it is closed when it is left in the middle of an answer.
+            let mut connection = match kept.take() {
+                Some(connection) => connection,
+                None => match timeout(limit, self.open(patience)).await {
+                    Ok(opened) => opened.ok()?,
+                    Err(_) => return Some(Err(unavailable(TimedOut::new(limit)))),
+                },
+            };
+            let sent = ask.send(&self.backend, &mut connection, patience);
+            let answer = match timeout(limit, sent).await {
+                Ok(answer) => answer,
+                Err(_) => return Some(Err(unavailable(TimedOut::new(limit)))),
+            };
+            match answer.as_ref().map_err(BackendError::kind) {
+                // It was lost while nobody looked, or is one to a server that is no primary any more.
+                Err(Unavailable | ReadOnly) if !fresh => continue,
+                Err(Unavailable | ReadOnly) => {}
+                // What the pool does to its connections may be missing here, such as a search path.
+                Err(Schema | Denied) => {
+                    *kept = Some(connection);
+                    return None;
+                }
+                _ => *kept = Some(connection),
+            }
+            return Some(answer);
+        }
+    }
+
+    async fn open(&self, patience: Duration) -> Result<ConnectionOf<B>, sqlx::Error> {
+        let options = self.pool.connect_options();
+        let mut connection = ConnectionOf::<B>::connect_with(&options).await?;
+        self.backend.settle(&mut connection, patience).await?;
+        Ok(connection)
     }
 
     pub(super) async fn migrate(&self) -> Result<(), BackendError> {
@@ -572,6 +902,52 @@ impl<B: Backend> Core<B> {
     }
 }
 
+/// What is left of a lease of which so many microseconds are.
+pub(super) fn remaining(micros: i64) -> Duration {
+    Duration::from_micros(micros.max(0) as u64)
+}
+
+/// A lease as the statements have it.
+fn micros(lease: Lease) -> i64 {
+    // 365 days at most.
+    lease.length().as_micros() as i64
+}
+
+/// How much later than its statement an end may be computed from, of what lasts so many microseconds.
+fn slack(micros: i64) -> Duration {
+    Duration::from_micros(micros as u64 / 10)
+        .clamp(Duration::from_millis(5), Duration::from_secs(1))
+}
+
+/// How long it goes on that something is sent again.
+struct Retries {
+    begun: Instant,
+    limit: Duration,
+    pause: Duration,
+}
+
+impl Retries {
+    fn new(settings: &Settings) -> Self {
+        Retries {
+            begun: Instant::now(),
+            limit: settings.response_timeout / 2,
+            pause: FIRST_PAUSE,
+        }
+    }
+
+    /// How long to wait before it is sent again; the error, if it is not.
+    fn pause(&mut self, error: BackendError) -> Result<Duration, BackendError> {
+        let pause = self.pause;
+        if error.kind() != BackendErrorKind::Contention
+            || self.begun.elapsed() + pause >= self.limit
+        {
+            return Err(error);
+        }
+        self.pause *= 2;
+        Ok(pause)
+    }
+}
+
 /// Takes the ids of a lane, one statement after the other, until nobody waits.
 struct Driver<B: Backend> {
     core: Arc<Core<B>>,
@@ -632,14 +1008,16 @@ impl<B: Backend> Driver<B> {
     async fn send(
         &self,
         connection: PoolConnection<B::Db>,
-        batch: Batch,
+        mut batch: Batch,
     ) -> Option<PoolConnection<B::Db>> {
         if batch.keys.is_empty() {
             return Some(connection);
         }
-        let run = self
-            .core
-            .run(connection, self.command, &batch.keys, LANE_PATIENCE);
+        let ask = Keyed {
+            command: self.command,
+            keys: mem::take(&mut batch.keys),
+        };
+        let run = self.core.run(connection, &ask, LANE_PATIENCE);
         let (connection, answers) = run.await;
         let pool = &self.core.pool;
         // Not while others wait for one.
@@ -690,8 +1068,17 @@ where
     W: FnOnce(oneshot::Sender<Result<T, BackendError>>) -> F,
     F: Future<Output = ()> + Send + 'static,
 {
+    spawned(&runtime()?, work).await
+}
+
+async fn spawned<T, W, F>(runtime: &Handle, work: W) -> Result<T, BackendError>
+where
+    T: Send + 'static,
+    W: FnOnce(oneshot::Sender<Result<T, BackendError>>) -> F,
+    F: Future<Output = ()> + Send + 'static,
+{
     let (reply, answer) = oneshot::channel();
-    runtime()?.spawn(work(reply));
+    runtime.spawn(work(reply));
     answer
         .await
         .unwrap_or_else(|_| Err(unavailable("the runtime of the statement has ended")))

@@ -7,7 +7,7 @@
 //! |---|---|
 //! | `message_id` | the primary key, compared byte by byte |
 //! | `state` | `done`, or `claimed` while a claim is held |
-//! | `owner` | who holds the claim |
+//! | `owner` | who holds the claim, or held it when it was done; else null |
 //! | `since` | when it got into this state |
 //! | `expires_at` | when it ends; null for never |
 //!
@@ -29,9 +29,25 @@
 //!
 //! # What a statement costs
 //!
-//! Each operation is one statement outside of any transaction. On PostgreSQL and SQLite,
-//! operations that come while another one is under way gather and go together as the next
-//! statement; one that comes alone never waits for others.
+//! Each operation is one statement outside of any transaction; on MySQL `claim`, `renew` and
+//! `complete` are two, since what was written is read back. On PostgreSQL and SQLite, `seen` and
+//! `remember` that come while another one is under way gather and go together as the next statement;
+//! one that comes alone never waits for others. The steps of a claim go by themselves.
+//!
+//! # Claims
+//!
+//! A claim waits for what another session has locked, a row or the file of SQLite, for a second, or
+//! for half of the [`response_timeout`](SqlStoreBuilder::response_timeout) if that is less; then somebody
+//! is busy with the message. MySQL, other than MariaDB, has no such limit for one statement: there it
+//! waits as long as `innodb_lock_wait_timeout` of the session says. On PostgreSQL a claim that is not won
+//! writes nothing.
+//!
+//! Renewals have one connection of their own beside the pool, which is opened with the options of the
+//! pool when the first one comes, and go one after the other: handlers that hold all connections of a
+//! pool stop no renewal. What a pool does to its connections besides, such as to set a `search_path`, is
+//! not done there; a renewal that does not find its table that way takes a connection of the pool.
+//! Where a table of the same name is found instead, no lease is renewed: then the table is to be named
+//! with its schema.
 //!
 //! A call that is dropped leaves no connection in the middle of an answer: a statement that was sent
 //! is finished by a task, one that was not is withdrawn. Whether it took effect is then unknown, as
@@ -76,7 +92,7 @@ use super::ttl::{DEFAULT_TTL, Ttl};
 use crate::{
     error::{BackendError, ConfigError},
     id::MessageId,
-    store::Store,
+    store::{Claim, ClaimStore, Lease, Owner, Store},
 };
 use sqlx::Pool;
 use std::{
@@ -216,6 +232,25 @@ impl<B: Backend, R: 'static> Store for SqlStore<B, R> {
 
     fn forget(&self, id: &MessageId) -> Self::Future<()> {
         self.core.forget(id)
+    }
+}
+
+/// Only a table of our own has claims; those of other fleets cannot tell one of ours safely.
+impl<B: Backend> ClaimStore for SqlStore<B> {
+    fn claim(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<Claim> {
+        self.core.claim(id, owner, lease)
+    }
+
+    fn renew(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<bool> {
+        self.core.renew(id, owner, lease)
+    }
+
+    fn complete(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
+        self.core.complete(id, owner)
+    }
+
+    fn release(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
+        self.core.release(id, owner)
     }
 }
 
@@ -395,7 +430,7 @@ impl<B: Backend, R: Record<B>> SqlStoreBuilder<B, R> {
     /// Uses a pool of the caller's own.
     ///
     /// An operation takes a connection for one statement at a time, never two at once, and none
-    /// while a handler runs. It waits for one as long as the pool's `acquire_timeout` says, 30
+    /// while a handler runs. Renewals of claims have a connection beside the pool, with its options. It waits for one as long as the pool's `acquire_timeout` says, 30
     /// seconds in sqlx: below the layer's [`store_timeout`](crate::IdempotencyLayer::store_timeout) the
     /// error can say so. A `lock_timeout` (PostgreSQL) or `innodb_lock_wait_timeout` (MySQL) below
     /// [`response_timeout`](SqlStoreBuilder::response_timeout), which a pool of the store's own has, lets

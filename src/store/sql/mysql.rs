@@ -2,8 +2,8 @@
 
 use super::{
     engine::{
-        Backend, CLAIM_GRACE, Command, Layout, Migrated, PURGE_BATCH, Settings, columns_fit,
-        expect_scheme, failed, missing, no_connection, unfit,
+        Backend, CLAIM_GRACE, Command, Held, Hold, Layout, Migrated, PURGE_BATCH, Settings,
+        columns_fit, expect_scheme, failed, missing, no_connection, remaining, unfit,
     },
     key::{Column, Table},
 };
@@ -32,6 +32,13 @@ const START: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
 /// How long `migrate()` waits for a lock, in seconds.
 const DDL_PATIENCE: u32 = 2;
 
+/// What a claim runs under on MariaDB, for the one statement. To MySQL it is a comment: there is no
+/// such thing, and the session's own settings hold.
+///
+/// The shortest wait there is, and assignments one after the other, as everywhere else.
+const CLAIM_SETTINGS: &str = "/*M! SET STATEMENT innodb_lock_wait_timeout = 1, lock_wait_timeout = 1, \
+     sql_mode = 'STRICT_TRANS_TABLES' FOR */";
+
 /// A table in MySQL or MariaDB, of a [`MySqlStore`](crate::MySqlStore) or of another fleet.
 #[derive(Debug)]
 pub struct MySqlTable {
@@ -41,6 +48,13 @@ pub struct MySqlTable {
     seen: Arc<str>,
     remember: Arc<str>,
     forget: Arc<str>,
+    claim: Arc<str>,
+    claimed: Arc<str>,
+    renew: Arc<str>,
+    renewed: Arc<str>,
+    complete: Arc<str>,
+    completed: Arc<str>,
+    release: Arc<str>,
 }
 
 impl MySqlTable {
@@ -115,6 +129,8 @@ impl Backend for MySqlTable {
                 "state = 'seen', expires_at = NULL".to_owned(),
             ),
         };
+        let mine =
+            format!("message_id = ? AND owner = ? AND state = 'claimed' AND expires_at > {NOW}");
         MySqlTable {
             seen: format!("SELECT 1 FROM {name} WHERE message_id = ? AND {done}").into(),
             remember: format!(
@@ -123,6 +139,38 @@ impl Backend for MySqlTable {
             )
             .into(),
             forget: format!("DELETE FROM {name} WHERE message_id = ?").into(),
+            // Each assignment sees what those before it came to. So the state tells the others whether a
+            // row that was done is taken, and the owner whether one that was claimed is. A later
+            // one may see a later clock, which ends no claim that an earlier one has seen
+            // end. A row that stays keeps all it has.
+            claim: format!(
+                "{CLAIM_SETTINGS} INSERT INTO {name} (message_id, state, owner, since, expires_at) \
+                 VALUES (?, 'claimed', ?, {NOW}, {NOW} + ?) ON DUPLICATE KEY UPDATE \
+                 state = IF(expires_at <= {NOW}, 'claimed', state), \
+                 owner = IF(state = 'claimed' AND (owner = ? OR expires_at <= {NOW}), ?, owner), \
+                 since = IF(state = 'claimed' AND owner = ?, {NOW}, since), \
+                 expires_at = IF(state = 'claimed' AND owner = ?, {NOW} + ?, expires_at)"
+            )
+            .into(),
+            claimed: format!(
+                "SELECT CAST(state AS CHAR), owner = ?, expires_at - {NOW} FROM {name} WHERE message_id = ?"
+            )
+            .into(),
+            renew: format!("UPDATE {name} SET expires_at = {NOW} + ? WHERE {mine}").into(),
+            renewed: format!("SELECT 1 FROM {name} WHERE {mine}").into(),
+            // The owner first, by what the row is before the others change it.
+            complete: format!(
+                "INSERT INTO {name} (message_id, state, owner, since, expires_at) \
+                 VALUES (?, 'done', NULL, {NOW}, {NOW} + ?) ON DUPLICATE KEY UPDATE \
+                 owner = IF(owner = ? AND (state = 'done' OR expires_at > {NOW}), owner, NULL), \
+                 state = 'done', since = {NOW}, expires_at = {NOW} + ?"
+            )
+            .into(),
+            completed: format!(
+                "SELECT 1 FROM {name} WHERE message_id = ? AND owner = ? AND state = 'done'"
+            )
+            .into(),
+            release: format!("DELETE FROM {name} WHERE {mine}").into(),
             table,
             layout,
             ttl: settings.ttl,
@@ -320,6 +368,86 @@ impl Backend for MySqlTable {
         }
         Ok(answers)
     }
+
+    /// Writes, then reads back what came of it: there is no `RETURNING`, and a number of rows counts
+    /// what was found or what was changed, as the session has it.
+    async fn hold(
+        &self,
+        connection: &mut MySqlConnection,
+        hold: Hold,
+        key: &str,
+        owner: &str,
+        patience: Duration,
+    ) -> Result<Held, BackendError> {
+        let query = |statement: &Arc<str>| sqlx::query(AssertSqlSafe(statement.clone()));
+        let write = match hold {
+            Hold::Claim { lease } => {
+                let claim = query(&self.claim).bind(key).bind(owner).bind(lease);
+                let claim = claim.bind(owner).bind(owner).bind(owner).bind(owner);
+                claim.bind(lease)
+            }
+            Hold::Renew { lease } => query(&self.renew).bind(lease).bind(key).bind(owner),
+            Hold::Complete => {
+                let ttl = self.ttl.micros();
+                let complete = query(&self.complete).bind(key).bind(ttl);
+                complete.bind(owner).bind(ttl)
+            }
+            Hold::Release => query(&self.release).bind(key).bind(owner),
+        };
+        let written = match write.execute(&mut *connection).await {
+            Ok(written) => written,
+            // Somebody has locked the row, or the table, for longer than was waited.
+            Err(error)
+                if matches!(hold, Hold::Claim { .. })
+                    && matches!(number(&error), Some(1205 | 3572)) =>
+            {
+                return Ok(Held::Busy(Some(patience)));
+            }
+            Err(error) => return Err(self.explained(error)),
+        };
+        let read = match hold {
+            Hold::Claim { .. } => query(&self.claimed).bind(owner).bind(key),
+            Hold::Renew { .. } => query(&self.renewed).bind(key).bind(owner),
+            Hold::Complete => query(&self.completed).bind(key).bind(owner),
+            // Of rows that are deleted there is one count.
+            Hold::Release if written.rows_affected() > 0 => return Ok(Held::Yes),
+            Hold::Release => return Ok(Held::No),
+        };
+        let row = read.fetch_optional(&mut *connection).await;
+        let row = row.map_err(|error| self.explained(error))?;
+        match (hold, row) {
+            (Hold::Claim { .. }, Some(row)) => held(&row).map_err(failed::<Self>),
+            (Hold::Claim { .. }, None) => Ok(Held::Again),
+            (_, Some(_)) => Ok(Held::Yes),
+            (_, None) => Ok(Held::No),
+        }
+    }
+
+    async fn settle(
+        &self,
+        session: &mut MySqlConnection,
+        patience: Duration,
+    ) -> Result<(), sqlx::Error> {
+        let wait = patience.as_secs().max(1);
+        let set = format!(
+            "SET SESSION autocommit = 1, innodb_lock_wait_timeout = {wait}, lock_wait_timeout = {wait}"
+        );
+        let set = session.execute(sqlx::raw_sql(AssertSqlSafe(set)));
+        set.await.map(drop)
+    }
+}
+
+/// What a row says after a claim: its state, whether it is the owner's, and how much is left.
+fn held(row: &MySqlRow) -> Result<Held, sqlx::Error> {
+    let (state, mine, left): (String, Option<bool>, Option<i64>) =
+        (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+    Ok(match left {
+        // It has ended since.
+        Some(..=0) => Held::Again,
+        _ if state == "done" => Held::Done,
+        Some(_) if state == "claimed" && mine == Some(true) => Held::Yes,
+        left => Held::Busy(left.map(remaining)),
+    })
 }
 
 fn number(error: &sqlx::Error) -> Option<u16> {
@@ -341,8 +469,8 @@ fn kind(number: u16) -> BackendErrorKind {
         1290 | 1792 | 1836 => ReadOnly,
         // Access to the server, a database, a command, a table, a column, an object; method.
         1044 | 1045 | 1142 | 1143 | 1227 | 1251 | 1698 => Denied,
-        // Unknown database, column, table; no such table in the engine.
-        1049 | 1054 | 1146 | 1932 => Schema,
+        // No database chosen; unknown database, column, table; no such table in the engine.
+        1046 | 1049 | 1054 | 1146 | 1932 => Schema,
         1406 => UnsuitableId,
         // Too many connections, node not ready, shutdown, net errors, killed, query interrupted, disk full, table
         // definition changed, too many prepared statements.

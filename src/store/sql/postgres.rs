@@ -3,8 +3,8 @@
 use super::{
     SqlStoreBuilder,
     engine::{
-        Backend, CLAIM_GRACE, Command, Layout, Migrated, PURGE_BATCH, Settings, columns_fit,
-        expect_scheme, failed, missing, no_connection, unfit,
+        Backend, CLAIM_GRACE, Command, Held, Hold, Layout, Migrated, PURGE_BATCH, Settings,
+        columns_fit, expect_scheme, failed, missing, no_connection, remaining, unfit,
     },
     key::{Column, Table},
 };
@@ -18,7 +18,7 @@ use sqlx::{
     pool::PoolConnection,
     postgres::{PgArguments, PgPoolOptions, PgRow},
 };
-use std::{sync::Arc, time::Duration};
+use std::{error::Error, sync::Arc, time::Duration};
 
 /// Microseconds since 1970, at the instant they are asked for.
 const NOW: &str = "(extract(epoch from clock_timestamp()) * 1000000)::bigint";
@@ -44,6 +44,10 @@ pub struct PostgresTable {
     seen: Arc<str>,
     remember: Arc<str>,
     forget: Arc<str>,
+    claim: Arc<str>,
+    renew: Arc<str>,
+    complete: Arc<str>,
+    release: Arc<str>,
 }
 
 impl<R> SqlStoreBuilder<PostgresTable, R> {
@@ -106,6 +110,9 @@ impl PostgresTable {
                 "WITH bound AS MATERIALIZED (SELECT set_config('lock_timeout', {parameter}::text, true))"
             )
         };
+        let mine = format!(
+            "r.message_id = $1::text AND r.state = 'claimed' AND r.owner = $2::text AND r.expires_at > {NOW}"
+        );
         // What a pooler may run in the place of a statement is another store's of the same name: each
         // compares what it is with what it is meant to be.
         let identity = format!("{layout:?} {name}");
@@ -138,6 +145,37 @@ impl PostgresTable {
                 bound("$2")
             )
             .into(),
+            // Of the claims: `$1` is the id, `$2` the owner, `$3` how long to wait for a lock, `$4` the
+            // lease or the TTL.
+            //
+            // A claim looks first, so that one that is not to be had writes nothing at all. What is
+            // found may be over, or may have come, by the time that the row is locked; so the row
+            // decides then. Neither found nor won: it changed in between.
+            claim: {
+                let free = format!(
+                    "((r.state = 'claimed' AND r.owner = $2::text) OR r.expires_at <= {NOW}) IS TRUE"
+                );
+                format!(
+                    "{}, found AS MATERIALIZED (SELECT CASE r.state WHEN 'done' THEN 'done' ELSE                      concat('busy ', r.expires_at - {NOW}) END AS state                      FROM {name} AS r WHERE r.message_id = $1::text AND NOT {free}),                      won AS (INSERT INTO {name} AS r (message_id, state, owner, since, expires_at)                      SELECT $1::text, 'claimed', $2::text, {NOW}, {NOW} + $4::bigint FROM bound                      WHERE $5::text = 'claim {identity}' AND NOT EXISTS (SELECT 1 FROM found)                      ON CONFLICT (message_id) DO UPDATE SET state = 'claimed', owner = $2::text,                      since = {NOW}, expires_at = {NOW} + $4::bigint WHERE {free} RETURNING 'yes'::text AS state)                      SELECT COALESCE((SELECT state FROM won), (SELECT state FROM found)),                      $5::text = 'claim {identity}'",
+                    bound("$3")
+                )
+                .into()
+            },
+            renew: format!(
+                "{}, held AS (UPDATE {name} AS r SET expires_at = {NOW} + $4::bigint FROM bound                  WHERE {mine} AND $5::text = 'renew {identity}' RETURNING 'yes'::text AS state)                  SELECT COALESCE((SELECT state FROM held), 'no'), $5::text = 'renew {identity}'",
+                bound("$3")
+            )
+            .into(),
+            complete: format!(
+                "{}, done AS (INSERT INTO {name} AS r (message_id, state, owner, since, expires_at)                  SELECT $1::text, 'done', NULL, {NOW}, {NOW} + $4::bigint FROM bound                  WHERE $5::text = 'complete {identity}'                  ON CONFLICT (message_id) DO UPDATE SET state = 'done', owner = CASE WHEN r.owner = $2::text                  AND (r.state = 'done' OR r.expires_at > {NOW}) THEN $2::text END, since = {NOW},                  expires_at = {NOW} + $4::bigint RETURNING owner)                  SELECT CASE WHEN (SELECT owner FROM done) IS NULL THEN 'no' ELSE 'yes' END,                  $5::text = 'complete {identity}'",
+                bound("$3")
+            )
+            .into(),
+            release: format!(
+                "{}, gone AS (DELETE FROM {name} AS r USING bound                  WHERE {mine} AND $4::text = 'release {identity}' RETURNING 'yes'::text AS state)                  SELECT COALESCE((SELECT state FROM gone), 'no'), $4::text = 'release {identity}'",
+                bound("$3")
+            )
+            .into(),
             identity: identity.into(),
             table,
             layout,
@@ -155,6 +193,25 @@ impl PostgresTable {
         keys: &[String],
         parameters: &[Parameter<'_>],
     ) -> Result<Vec<bool>, BackendError> {
+        let named = self.row(connection, statement, parameters).await?;
+        let mut answers = vec![false; keys.len()];
+        for nr in named.iter().flat_map(|named| named.split(',')) {
+            let answer = nr.parse::<usize>().ok().and_then(|nr| nr.checked_sub(1));
+            if let Some(answer) = answer.and_then(|at| answers.get_mut(at)) {
+                *answer = true;
+            }
+        }
+        Ok(answers)
+    }
+
+    /// Runs a statement that answers with a row: a text, and whether the statement is the one that
+    /// was meant.
+    async fn row(
+        &self,
+        connection: &mut PgConnection,
+        statement: &Arc<str>,
+        parameters: &[Parameter<'_>],
+    ) -> Result<Option<String>, BackendError> {
         // To the end: a row is answered before its statement is committed.
         let rows = if self.transaction_pooler {
             let whole = written_out(statement, parameters);
@@ -168,18 +225,8 @@ impl PostgresTable {
             Some(row) => Ok((row.try_get(0)?, row.try_get(1)?)),
             None => Ok((None, false)),
         };
-        let (named, meant): (Option<String>, bool) = columns().map_err(failed::<Self>)?;
-        if !meant {
-            return Err(mixed_up());
-        }
-        let mut answers = vec![false; keys.len()];
-        for nr in named.iter().flat_map(|named| named.split(',')) {
-            let answer = nr.parse::<usize>().ok().and_then(|nr| nr.checked_sub(1));
-            if let Some(answer) = answer.and_then(|at| answers.get_mut(at)) {
-                *answer = true;
-            }
-        }
-        Ok(answers)
+        let (text, meant): (Option<String>, bool) = columns().map_err(failed::<Self>)?;
+        if meant { Ok(text) } else { Err(mixed_up()) }
     }
 
     /// Runs a statement that writes a row for each key, if it is the one that was meant.
@@ -222,6 +269,7 @@ impl PostgresTable {
 #[derive(Clone, Copy, Debug)]
 enum Parameter<'a> {
     Ids(&'a [String]),
+    Text(&'a str),
     Number(Option<i64>),
     Wait(Duration),
     /// Which statement it is, and whose.
@@ -237,6 +285,7 @@ fn bound<'q>(
     for parameter in parameters {
         query = match *parameter {
             Parameter::Ids(ids) => query.bind(ids),
+            Parameter::Text(text) => query.bind(text),
             Parameter::Number(number) => query.bind(number),
             Parameter::Wait(wait) => query.bind(milliseconds(wait)),
             Parameter::Identity(command, of) => query.bind(format!("{command} {of}")),
@@ -265,6 +314,7 @@ fn written_out(statement: &str, parameters: &[Parameter<'_>]) -> String {
                 let literals: Vec<String> = ids.iter().map(|id| literal(id)).collect();
                 format!("ARRAY[{}]", literals.join(","))
             }
+            Parameter::Text(text) => literal(text),
             Parameter::Number(Some(number)) => number.to_string(),
             Parameter::Number(None) => "NULL".to_owned(),
             Parameter::Wait(wait) => format!("'{}'", milliseconds(*wait)),
@@ -490,6 +540,77 @@ impl Backend for PostgresTable {
             }
         }
     }
+
+    async fn hold(
+        &self,
+        connection: &mut PgConnection,
+        hold: Hold,
+        key: &str,
+        owner: &str,
+        patience: Duration,
+    ) -> Result<Held, BackendError> {
+        let (statement, name, number) = match hold {
+            Hold::Claim { lease } => (&self.claim, "claim", Some(Some(lease))),
+            Hold::Renew { lease } => (&self.renew, "renew", Some(Some(lease))),
+            Hold::Complete => (&self.complete, "complete", Some(self.ttl.micros())),
+            Hold::Release => (&self.release, "release", None),
+        };
+        let mut parameters = vec![
+            Parameter::Text(key),
+            Parameter::Text(owner),
+            Parameter::Wait(patience),
+        ];
+        parameters.extend(number.map(Parameter::Number));
+        parameters.push(Parameter::Identity(name, &self.identity));
+        match self.row(connection, statement, &parameters).await {
+            Ok(answer) => held(answer.as_deref()),
+            // Somebody has locked the row for longer than was waited, or the table.
+            Err(error) if matches!(hold, Hold::Claim { .. }) && is_locked(&error) => {
+                Ok(Held::Busy(Some(patience)))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn settle(
+        &self,
+        session: &mut PgConnection,
+        patience: Duration,
+    ) -> Result<(), sqlx::Error> {
+        // Behind a pooler in transaction mode a session is not one's own.
+        if self.transaction_pooler {
+            return Ok(());
+        }
+        let set = format!("SET lock_timeout = '{}'", milliseconds(patience));
+        let set = session.execute(sqlx::raw_sql(AssertSqlSafe(set)));
+        set.await.map(drop)
+    }
+}
+
+/// What the statements of claims say.
+fn held(answer: Option<&str>) -> Result<Held, BackendError> {
+    Ok(match answer {
+        None => Held::Again,
+        Some("yes") => Held::Yes,
+        Some("no") => Held::No,
+        Some("done") => Held::Done,
+        Some(busy) => {
+            let left = busy.strip_prefix("busy ").ok_or_else(mixed_up)?;
+            // Without a number, it never ends.
+            Held::Busy(left.parse::<i64>().ok().map(remaining))
+        }
+    })
+}
+
+/// Whether a lock was waited for in vain.
+fn is_locked(error: &BackendError) -> bool {
+    let error = error
+        .source()
+        .and_then(|it| it.downcast_ref::<sqlx::Error>());
+    let code = error
+        .and_then(sqlx::Error::as_database_error)
+        .and_then(DatabaseError::code);
+    code.as_deref() == Some("55P03")
 }
 
 /// What a SQLSTATE means.

@@ -2,8 +2,8 @@
 
 use super::{
     engine::{
-        Backend, CLAIM_GRACE, Command, Layout, Migrated, PURGE_BATCH, Settings, expect_scheme,
-        failed, missing, no_connection, unfit,
+        Backend, CLAIM_GRACE, Command, Held, Hold, Layout, Migrated, PURGE_BATCH, Settings,
+        expect_scheme, failed, missing, no_connection, remaining, unfit,
     },
     key::{Column, Table},
 };
@@ -42,6 +42,10 @@ pub struct SqliteTable {
     seen: Arc<str>,
     remember: Arc<str>,
     forget: Arc<str>,
+    claim: Arc<str>,
+    renew: Arc<str>,
+    complete: Arc<str>,
+    release: Arc<str>,
 }
 
 impl SqliteTable {
@@ -59,6 +63,48 @@ impl SqliteTable {
         }
         failed::<Self>(error)
     }
+}
+
+impl SqliteTable {
+    /// A claim that waits no longer than that for the file; what the connection waits otherwise is
+    /// set again.
+    async fn claim(
+        &self,
+        connection: &mut SqliteConnection,
+        key: &str,
+        owner: &str,
+        lease: i64,
+        patience: Duration,
+    ) -> Result<Held, sqlx::Error> {
+        let wait = patience.as_millis() as i64;
+        let before = connection.fetch_one("PRAGMA busy_timeout").await?;
+        let before: i64 = before.try_get(0)?;
+        if before > wait {
+            wait_for_locks(connection, wait).await?;
+        }
+        let query = sqlx::query(AssertSqlSafe(self.claim.clone()));
+        let query = query.bind(key).bind(owner).bind(lease);
+        // To the end: a row is answered before its statement is committed.
+        let rows = query.fetch_all(&mut *connection).await;
+        if before > wait {
+            wait_for_locks(connection, before).await?;
+        }
+        match rows?.first() {
+            Some(row) => held(row, owner),
+            None => Ok(Held::Again),
+        }
+    }
+}
+
+/// What a row says after a claim: its state, its owner, and how much is left.
+fn held(row: &SqliteRow, me: &str) -> Result<Held, sqlx::Error> {
+    let (state, owner, left): (String, Option<String>, Option<i64>) =
+        (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+    Ok(match state.as_str() {
+        "done" => Held::Done,
+        "claimed" if owner.as_deref() == Some(me) => Held::Yes,
+        _ => Held::Busy(left.map(remaining)),
+    })
 }
 
 impl Backend for SqliteTable {
@@ -127,6 +173,8 @@ impl Backend for SqliteTable {
                 "state = 'seen', expires_at = NULL".to_owned(),
             ),
         };
+        let mine =
+            format!("message_id = ?1 AND state = 'claimed' AND owner = ?2 AND expires_at > {NOW}");
         SqliteTable {
             seen: format!(
                 "SELECT key FROM json_each(?1) AS id \
@@ -143,6 +191,39 @@ impl Backend for SqliteTable {
                 "DELETE FROM {name} WHERE message_id COLLATE BINARY IN (SELECT value FROM json_each(?1))"
             )
             .into(),
+            // Of the claims: `?1` is the id, `?2` the owner, `?3` the lease or the TTL. All assignments
+            // see the row as it was, at the same instant.
+            claim: {
+                let new = |column: &str, value: &str| {
+                    format!(
+                        "{column} = CASE WHEN (r.state = 'claimed' AND r.owner = ?2) \
+                         OR r.expires_at <= {NOW} THEN {value} ELSE r.{column} END"
+                    )
+                };
+                format!(
+                    "INSERT INTO {name} AS r (message_id, state, owner, since, expires_at) \
+                     VALUES (?1, 'claimed', ?2, {NOW}, {NOW} + ?3) ON CONFLICT (message_id) DO UPDATE SET \
+                     {}, {}, {}, {} RETURNING state, owner, expires_at - {NOW}",
+                    new("state", "'claimed'"),
+                    new("owner", "?2"),
+                    new("since", NOW),
+                    new("expires_at", &format!("{NOW} + ?3")),
+                )
+                .into()
+            },
+            renew: format!(
+                "UPDATE {name} SET expires_at = {NOW} + ?3 WHERE {mine} RETURNING 1"
+            )
+            .into(),
+            complete: format!(
+                "INSERT INTO {name} AS r (message_id, state, owner, since, expires_at) \
+                 VALUES (?1, 'done', NULL, {NOW}, {NOW} + ?3) ON CONFLICT (message_id) DO UPDATE SET \
+                 state = 'done', owner = CASE WHEN r.owner = ?2 \
+                 AND (r.state = 'done' OR r.expires_at > {NOW}) THEN ?2 END, \
+                 since = {NOW}, expires_at = {NOW} + ?3 RETURNING owner IS NOT NULL"
+            )
+            .into(),
+            release: format!("DELETE FROM {name} WHERE {mine} RETURNING 1").into(),
             table,
             layout,
             ttl: settings.ttl,
@@ -281,6 +362,63 @@ impl Backend for SqliteTable {
             Err(error) => Err(self.explained(error, connection).await),
         }
     }
+
+    async fn hold(
+        &self,
+        connection: &mut SqliteConnection,
+        hold: Hold,
+        key: &str,
+        owner: &str,
+        patience: Duration,
+    ) -> Result<Held, BackendError> {
+        let (statement, last) = match hold {
+            Hold::Claim { lease } => {
+                let claimed = self.claim(connection, key, owner, lease, patience).await;
+                return match claimed {
+                    Ok(held) => Ok(held),
+                    // Somebody has locked the file for longer than was waited.
+                    Err(error) if is_busy(&error) => Ok(Held::Busy(Some(patience))),
+                    Err(error) => Err(self.explained(error, connection).await),
+                };
+            }
+            Hold::Renew { lease } => (&self.renew, Some(lease)),
+            Hold::Complete => (&self.complete, self.ttl.micros()),
+            Hold::Release => (&self.release, None),
+        };
+        let query = sqlx::query(AssertSqlSafe(statement.clone()));
+        let query = query.bind(key).bind(owner).bind(last);
+        // To the end: a row is answered before its statement is committed.
+        match query.fetch_all(&mut *connection).await {
+            Ok(rows) => match rows.first().map(|row| row.try_get(0)) {
+                Some(Ok(true)) => Ok(Held::Yes),
+                Some(Ok(false)) | None => Ok(Held::No),
+                Some(Err(error)) => Err(failed::<Self>(error)),
+            },
+            Err(error) => Err(self.explained(error, connection).await),
+        }
+    }
+
+    async fn settle(
+        &self,
+        session: &mut SqliteConnection,
+        patience: Duration,
+    ) -> Result<(), sqlx::Error> {
+        wait_for_locks(session, patience.as_millis() as i64).await
+    }
+}
+
+/// Whether somebody else has locked the file.
+fn is_busy(error: &sqlx::Error) -> bool {
+    let code = error.as_database_error().and_then(DatabaseError::code);
+    let code = code.and_then(|code| code.parse::<i32>().ok());
+    code.is_some_and(|code| code & 0xff == 5)
+}
+
+/// In milliseconds.
+async fn wait_for_locks(connection: &mut SqliteConnection, wait: i64) -> Result<(), sqlx::Error> {
+    let set = format!("PRAGMA busy_timeout = {wait}");
+    let set = connection.execute(sqlx::raw_sql(AssertSqlSafe(set)));
+    set.await.map(drop)
 }
 
 /// The ids as one parameter.

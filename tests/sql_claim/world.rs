@@ -1,0 +1,441 @@
+//! The three databases as the tests see them: a table of the test's own, looked at and changed over
+//! connections of the test's own.
+
+#![allow(dead_code, unreachable_pub, missing_docs)]
+
+use crate::services::{self, unique};
+use sqlx::{
+    AssertSqlSafe, Executor, MySqlPool, PgPool, Row, SqlitePool,
+    mysql::{MySqlPoolOptions, MySqlRow},
+    postgres::{PgPoolOptions, PgRow},
+    sqlite::{SqlitePoolOptions, SqliteRow},
+};
+use std::{fs, path::PathBuf, time::Duration};
+use tower_idempotency::{
+    error::BackendError,
+    store::{
+        ClaimStore, MySqlStore, PostgresStore, SqliteStore,
+        sql::{MySqlTable, PostgresTable, SqlStoreBuilder, SqliteTable},
+    },
+};
+
+/// A row of our own record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stored {
+    pub state: String,
+    pub owner: Option<String>,
+    pub since: i64,
+    pub expires_at: Option<i64>,
+}
+
+/// A database with a table of the test's own. In statements `{t}` stands for it, `{now}` for the clock
+/// of the server, in microseconds.
+pub trait World: Sized {
+    type Store: ClaimStore<Error = BackendError>;
+    type Table;
+
+    /// With its table. A test that gets `None` is over.
+    async fn open(name: &str) -> Option<Self>;
+
+    fn builder(&self) -> SqlStoreBuilder<Self::Table>;
+
+    async fn connect(&self, builder: SqlStoreBuilder<Self::Table>) -> Self::Store;
+
+    /// On a pool as a user brings it, of so many connections, all of which are in use from now on.
+    async fn exhausted(&self, connections: u32) -> (Self::Store, Vec<Box<dyn Send>>);
+
+    async fn run(&self, statement: &str);
+
+    async fn now(&self) -> i64;
+
+    async fn stored(&self, key: &str) -> Option<Stored>;
+
+    /// A transaction that is open, with this statement done.
+    async fn hold(&self, statement: &str) -> Self::Open;
+
+    type Open: Open;
+
+    /// Breaks the connections of this table's stores.
+    async fn cut(&self);
+
+    async fn drop(self);
+
+    async fn store(&self) -> Self::Store {
+        self.connect(self.builder()).await
+    }
+
+    /// Makes the end of a record one that is over.
+    async fn expire(&self, key: &str) {
+        self.run(&format!(
+            "UPDATE {{t}} SET expires_at = {{now}} - 1000 WHERE message_id = '{key}'"
+        ))
+        .await;
+    }
+}
+
+/// An open transaction of another session.
+pub trait Open {
+    async fn end(self, how: &str);
+}
+
+// ===== PostgreSQL =====
+
+pub struct Postgres {
+    url: String,
+    table: String,
+    pool: PgPool,
+}
+
+const POSTGRES_NOW: &str = "(extract(epoch from clock_timestamp()) * 1000000)::bigint";
+
+impl Postgres {
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    pub fn table(&self) -> &str {
+        &self.table
+    }
+
+    pub async fn rows(&self, statement: &str) -> Vec<PgRow> {
+        let whole = spelled(statement, &self.table, POSTGRES_NOW);
+        let rows = self.pool.fetch_all(sqlx::raw_sql(AssertSqlSafe(whole)));
+        rows.await.unwrap_or_else(|e| panic!("{statement}: {e}"))
+    }
+}
+
+impl World for Postgres {
+    type Store = PostgresStore;
+    type Table = PostgresTable;
+    type Open = sqlx::PgConnection;
+
+    async fn open(name: &str) -> Option<Self> {
+        let url = services::postgres()?;
+        let table = unique(name);
+        let pool = PgPoolOptions::new().max_connections(2);
+        let pool = pool.connect(&url).await.unwrap();
+        let sign = if url.contains('?') { '&' } else { '?' };
+        let url = format!("{url}{sign}application_name={table}");
+        let world = Postgres { url, table, pool };
+        world.store().await.migrate().await.unwrap();
+        Some(world)
+    }
+
+    fn builder(&self) -> SqlStoreBuilder<PostgresTable> {
+        PostgresStore::builder(&self.table)
+    }
+
+    async fn connect(&self, builder: SqlStoreBuilder<PostgresTable>) -> PostgresStore {
+        builder.connect(&self.url).await.unwrap()
+    }
+
+    async fn exhausted(&self, connections: u32) -> (PostgresStore, Vec<Box<dyn Send>>) {
+        let pool = PgPoolOptions::new()
+            .max_connections(connections)
+            .acquire_timeout(Duration::from_millis(200))
+            .connect(&self.url)
+            .await
+            .unwrap();
+        let store = self.builder().pool(pool.clone()).unwrap();
+        looked_up(&store).await;
+        let mut taken: Vec<Box<dyn Send>> = Vec::new();
+        for _ in 0..connections {
+            taken.push(Box::new(until_acquired(|| pool.acquire()).await));
+        }
+        (store, taken)
+    }
+
+    async fn run(&self, statement: &str) {
+        self.rows(statement).await;
+    }
+
+    async fn now(&self) -> i64 {
+        self.rows("SELECT {now}").await[0].get(0)
+    }
+
+    async fn stored(&self, key: &str) -> Option<Stored> {
+        let statement = "SELECT state, owner, since, expires_at FROM {t} WHERE message_id = $1";
+        let statement = spelled(statement, &self.table, "");
+        let query = sqlx::query(AssertSqlSafe(statement)).bind(key);
+        let row = query.fetch_optional(&self.pool).await.unwrap();
+        row.map(|row: PgRow| Stored {
+            state: row.get(0),
+            owner: row.get(1),
+            since: row.get(2),
+            expires_at: row.get(3),
+        })
+    }
+
+    async fn hold(&self, statement: &str) -> sqlx::PgConnection {
+        let mut session = self.pool.acquire().await.unwrap().detach();
+        let whole = spelled(statement, &self.table, POSTGRES_NOW);
+        let begun = session.execute(sqlx::raw_sql(AssertSqlSafe(format!("BEGIN; {whole}"))));
+        begun.await.unwrap();
+        session
+    }
+
+    async fn cut(&self) {
+        self.rows(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = '{t}'",
+        )
+        .await;
+    }
+
+    async fn drop(self) {
+        self.run("DROP TABLE {t}").await;
+        self.pool.close().await;
+    }
+}
+
+impl Open for sqlx::PgConnection {
+    async fn end(mut self, how: &str) {
+        let end = self.execute(sqlx::raw_sql(AssertSqlSafe(how.to_owned())));
+        end.await.unwrap();
+    }
+}
+
+// ===== MySQL, MariaDB =====
+
+pub struct MySql {
+    pub url: String,
+    pub table: String,
+    pool: MySqlPool,
+}
+
+const MYSQL_NOW: &str = "(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) \
+     + GREATEST(TIMESTAMPDIFF(MICROSECOND, NOW(6), SYSDATE(6)), 0))";
+
+impl MySql {
+    pub async fn rows(&self, statement: &str) -> Vec<MySqlRow> {
+        let whole = spelled(statement, &self.table, MYSQL_NOW);
+        let rows = self.pool.fetch_all(sqlx::raw_sql(AssertSqlSafe(whole)));
+        rows.await.unwrap_or_else(|e| panic!("{statement}: {e}"))
+    }
+}
+
+impl World for MySql {
+    type Store = MySqlStore;
+    type Table = MySqlTable;
+    type Open = sqlx::MySqlConnection;
+
+    async fn open(name: &str) -> Option<Self> {
+        let url = services::mysql()?;
+        let table = unique(name);
+        let pool = MySqlPoolOptions::new().max_connections(2);
+        let pool = pool.connect(&url).await.unwrap();
+        let world = MySql { url, table, pool };
+        world.store().await.migrate().await.unwrap();
+        Some(world)
+    }
+
+    fn builder(&self) -> SqlStoreBuilder<MySqlTable> {
+        MySqlStore::builder(&self.table)
+    }
+
+    async fn connect(&self, builder: SqlStoreBuilder<MySqlTable>) -> MySqlStore {
+        builder.connect(&self.url).await.unwrap()
+    }
+
+    async fn exhausted(&self, connections: u32) -> (MySqlStore, Vec<Box<dyn Send>>) {
+        let pool = MySqlPoolOptions::new()
+            .max_connections(connections)
+            .acquire_timeout(Duration::from_millis(200))
+            .connect(&self.url)
+            .await
+            .unwrap();
+        let store = self.builder().pool(pool.clone()).unwrap();
+        looked_up(&store).await;
+        let mut taken: Vec<Box<dyn Send>> = Vec::new();
+        for _ in 0..connections {
+            taken.push(Box::new(until_acquired(|| pool.acquire()).await));
+        }
+        (store, taken)
+    }
+
+    async fn run(&self, statement: &str) {
+        self.rows(statement).await;
+    }
+
+    async fn now(&self) -> i64 {
+        self.rows("SELECT {now}").await[0].get(0)
+    }
+
+    async fn stored(&self, key: &str) -> Option<Stored> {
+        let statement = "SELECT CAST(state AS CHAR), CAST(owner AS CHAR), since, expires_at \
+                         FROM {t} WHERE message_id = ?";
+        let statement = spelled(statement, &self.table, "");
+        let query = sqlx::query(AssertSqlSafe(statement)).bind(key);
+        let row = query.fetch_optional(&self.pool).await.unwrap();
+        row.map(|row: MySqlRow| Stored {
+            state: row.get(0),
+            owner: row.get(1),
+            since: row.get(2),
+            expires_at: row.get(3),
+        })
+    }
+
+    async fn hold(&self, statement: &str) -> sqlx::MySqlConnection {
+        let mut session = self.pool.acquire().await.unwrap().detach();
+        let whole = spelled(statement, &self.table, MYSQL_NOW);
+        for statement in ["BEGIN".to_owned(), whole] {
+            let done = session.execute(sqlx::raw_sql(AssertSqlSafe(statement)));
+            done.await.unwrap();
+        }
+        session
+    }
+
+    async fn cut(&self) {
+        // Sessions have no names here; those that last ran a statement about the table are its stores'.
+        let sessions = self
+            .rows(
+                "SELECT CAST(id AS SIGNED) FROM information_schema.processlist \
+                 WHERE id <> CONNECTION_ID() AND user = 'root'",
+            )
+            .await;
+        drop(sessions);
+    }
+
+    async fn drop(self) {
+        self.run("DROP TABLE {t}").await;
+        self.pool.close().await;
+    }
+}
+
+impl Open for sqlx::MySqlConnection {
+    async fn end(mut self, how: &str) {
+        let end = self.execute(sqlx::raw_sql(AssertSqlSafe(how.to_owned())));
+        end.await.unwrap();
+    }
+}
+
+// ===== SQLite =====
+
+pub struct Sqlite {
+    pub url: String,
+    dir: PathBuf,
+    table: String,
+    pool: SqlitePool,
+}
+
+const SQLITE_NOW: &str =
+    "CAST(round((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000";
+
+impl World for Sqlite {
+    type Store = SqliteStore;
+    type Table = SqliteTable;
+    type Open = sqlx::SqliteConnection;
+
+    async fn open(name: &str) -> Option<Self> {
+        let dir = std::env::temp_dir().join(unique(name));
+        fs::create_dir(&dir).unwrap();
+        let url = format!("sqlite://{}", dir.join("seen.db").display());
+        let store = SqliteStore::connect(&url, "seen").await.unwrap();
+        store.migrate().await.unwrap();
+        let pool = SqlitePoolOptions::new().max_connections(2);
+        let pool = pool.connect(&url).await.unwrap();
+        let table = "seen".to_owned();
+        Some(Sqlite {
+            url,
+            dir,
+            table,
+            pool,
+        })
+    }
+
+    fn builder(&self) -> SqlStoreBuilder<SqliteTable> {
+        SqliteStore::builder(&self.table)
+    }
+
+    async fn connect(&self, builder: SqlStoreBuilder<SqliteTable>) -> SqliteStore {
+        builder.connect(&self.url).await.unwrap()
+    }
+
+    async fn exhausted(&self, connections: u32) -> (SqliteStore, Vec<Box<dyn Send>>) {
+        let pool = SqlitePoolOptions::new()
+            .max_connections(connections)
+            .acquire_timeout(Duration::from_millis(200))
+            .connect(&self.url)
+            .await
+            .unwrap();
+        let store = self.builder().pool(pool.clone()).unwrap();
+        looked_up(&store).await;
+        let mut taken: Vec<Box<dyn Send>> = Vec::new();
+        for _ in 0..connections {
+            taken.push(Box::new(until_acquired(|| pool.acquire()).await));
+        }
+        (store, taken)
+    }
+
+    async fn run(&self, statement: &str) {
+        let whole = spelled(statement, &self.table, SQLITE_NOW);
+        let done = self.pool.execute(sqlx::raw_sql(AssertSqlSafe(whole)));
+        done.await.unwrap_or_else(|e| panic!("{statement}: {e}"));
+    }
+
+    async fn now(&self) -> i64 {
+        let statement = format!("SELECT {SQLITE_NOW}");
+        let row = self.pool.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
+        row.await.unwrap().get(0)
+    }
+
+    async fn stored(&self, key: &str) -> Option<Stored> {
+        let statement = "SELECT state, owner, since, expires_at FROM {t} WHERE message_id = ?";
+        let statement = spelled(statement, &self.table, "");
+        let query = sqlx::query(AssertSqlSafe(statement)).bind(key);
+        let row = query.fetch_optional(&self.pool).await.unwrap();
+        row.map(|row: SqliteRow| Stored {
+            state: row.get(0),
+            owner: row.get(1),
+            since: row.get(2),
+            expires_at: row.get(3),
+        })
+    }
+
+    async fn hold(&self, statement: &str) -> sqlx::SqliteConnection {
+        let mut session = self.pool.acquire().await.unwrap().detach();
+        let whole = spelled(statement, &self.table, SQLITE_NOW);
+        let whole = format!("BEGIN IMMEDIATE; {whole}");
+        let done = session.execute(sqlx::raw_sql(AssertSqlSafe(whole)));
+        done.await.unwrap();
+        session
+    }
+
+    /// There is nothing to cut.
+    async fn cut(&self) {}
+
+    async fn drop(self) {
+        self.pool.close().await;
+        // A store that was dropped closes its connections a little later.
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+impl Open for sqlx::SqliteConnection {
+    async fn end(mut self, how: &str) {
+        let end = self.execute(sqlx::raw_sql(AssertSqlSafe(how.to_owned())));
+        end.await.unwrap();
+    }
+}
+
+// ===== what they share =====
+
+fn spelled(statement: &str, table: &str, now: &str) -> String {
+    statement.replace("{t}", table).replace("{now}", now)
+}
+
+async fn looked_up<S: ClaimStore<Error = BackendError>>(store: &S) {
+    assert!(!store.seen(&"nobody".into()).await.unwrap());
+}
+
+/// A connection is given back in the background.
+async fn until_acquired<T, F>(mut acquire: impl FnMut() -> F) -> T
+where
+    F: Future<Output = Result<T, sqlx::Error>>,
+{
+    for _ in 0..100 {
+        if let Ok(connection) = acquire().await {
+            return connection;
+        }
+    }
+    panic!("no connection");
+}
