@@ -22,8 +22,23 @@
 //!
 //! # What is stored
 //!
-//! One key for each id, the prefix followed by the id, byte for byte; its value is `2`. Each
-//! operation is one command on one key: `GET`, `SET … PX`, `DEL`. Expiry is by the server's clock.
+//! One key for each id, the prefix followed by the id, byte for byte. Expiry is by the server's clock.
+//!
+//! | value | what it says | how long it lasts |
+//! |---|---|---|
+//! | `2` | the message had its effect | the TTL, or for ever |
+//! | `1:` and the [`Owner`], 32 lower-case hex digits | that one has claimed it | the lease |
+//! | anything else | somebody else is busy with it | as long as whoever wrote it said |
+//!
+//! Each operation of a [`Store`] is one command on one key: `GET`, `SET … PX`, `DEL`. Each one of a
+//! [`ClaimStore`] is one script on one key, sent by its hash (`EVALSHA`), and whole (`EVAL`) to a
+//! server that does not have it: after a start, a failover, `SCRIPT FLUSH`, and once to each node of a
+//! cluster. That takes Redis 6 or later and, where there are access rules, the commands `EVAL` and
+//! `EVALSHA` besides `GET`, `SET`, `PTTL`, `PEXPIRE` and `DEL`.
+//!
+//! A value that is neither mark nor claim of ours is never taken away, and one without an end is busy
+//! for ever: what claims it is told to come again after its own lease, and it is warned of (with the
+//! feature `tracing`) until somebody deletes the key.
 //!
 //! Two consumers need two prefixes, or each would skip what the other one did. No prefix may be the
 //! beginning of another one: `a:` with the id `b:c` is the same key as `a:b:` with the id `c`.
@@ -38,6 +53,10 @@
 //!   [`eviction_policy`](RedisStore::eviction_policy) tells it.
 //! * With a restart, what was not persisted.
 //!
+//! A record that is lost takes the claim with it as it does the mark: another worker can claim the
+//! message while the first one still runs it. That one's next renewal is answered false; it marks the
+//! message done all the same when it ends, and is told that the claim was not its own any more.
+//!
 //! Then an effect can repeat; no message is lost.
 //!
 //! # Connections
@@ -48,8 +67,13 @@
 //! wait for it, goes on when they are dropped, and is answered to all of them when it fails; the
 //! next command tries again.
 //!
+//! Renewals of claims have a connection of their own, made at the first of them: a slow command, or a
+//! connection that hangs, must not cost the claims of all the handlers that run.
+//!
 //! A command whose connection was lost, or that met a replica, is sent once more on a new
-//! connection: all commands here may be sent twice. One that got no answer in time is not.
+//! connection: all commands here may be sent twice. One that got no answer in time is not. Sent
+//! again after it took effect, a claim is won as before, and a mark stands; but a release or a
+//! completion answers that the claim is not held, since it no longer is.
 //!
 //! A store is used in a tokio runtime; a command polled outside of one is an error, and one in a
 //! runtime without I/O or time driver panics. A store may outlive the runtime it was made in: the
@@ -66,12 +90,19 @@
 //! # Together with PHP workers
 //!
 //! BabelQueue's PHP SDK writes and reads the same record: `2` for done, and `1` for a message that
-//! a worker is busy with, which reads as not seen here. Give its prefix, `bq:idem:` unless set
-//! there, and the same TTL on all workers. For Go workers there is
-//! [`GoRedisStore`](super::foreign::GoRedisStore).
+//! a worker is busy with. Give its prefix, `bq:idem:` unless set there, and the same TTL on all
+//! workers. For Go workers there is [`GoRedisStore`](super::foreign::GoRedisStore).
+//!
+//! * Its `claim` (`SET … 1 NX EX`) fails on our claims and marks, and what it wrote is
+//!   [`Claim::Busy`] here until it ends: PHP does not renew it.
+//! * Its `release` (`DEL`) looks at no owner. From a worker whose claim ended while it ran it drops
+//!   ours, or a mark: then a copy can run at the same time or again. No message is lost.
+//! * Its `remember` (`SET … 2 EX`) marks done whoever has the claim. Our renewals are false from then
+//!   on; what our handler does besides is told as a lost lease, and its mark starts the TTL anew.
+//! * Its `seen` (`GET`, compared with `2`) takes our claims for not seen.
 
 use super::{
-    Store,
+    Claim, ClaimStore, Lease, Owner, Store,
     ttl::{DEFAULT_TTL, Ttl},
 };
 use crate::{
@@ -92,7 +123,7 @@ use std::{
     io,
     pin::{Pin, pin},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, LazyLock, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -106,7 +137,7 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(2);
 /// yet, and connecting anew for every command would not change that.
 const YOUNG: Duration = Duration::from_millis(500);
 
-/// A [`Store`] in Redis: standalone, with Sentinel, or a cluster.
+/// A [`ClaimStore`] in Redis: standalone, with Sentinel, or a cluster.
 ///
 /// # Errors
 ///
@@ -125,7 +156,7 @@ const YOUNG: Duration = Duration::from_millis(500);
 ///
 /// # Clone
 ///
-/// Clones share one record and one connection.
+/// Clones share one record and its connections.
 ///
 /// See the [module docs](self) for what is stored, and for what Redis may lose.
 #[derive(Clone)]
@@ -146,6 +177,8 @@ struct Record {
     prefix: String,
     ttl: Ttl,
     link: Arc<Link>,
+    /// Whose connection nothing else can clog.
+    renewals: Arc<Link>,
     eviction_policy: Option<String>,
 }
 
@@ -192,14 +225,18 @@ impl RedisStore {
         self.record.eviction_policy.as_deref()
     }
 
-    /// The command of this name on the key of this id.
-    pub(super) fn on(&self, name: &str, id: &MessageId) -> Cmd {
+    fn key(&self, id: &MessageId) -> String {
         let prefix = &self.record.prefix;
         let mut key = String::with_capacity(prefix.len() + id.as_str().len());
         key.push_str(prefix);
         key.push_str(id.as_str());
+        key
+    }
+
+    /// The command of this name on the key of this id.
+    pub(super) fn on(&self, name: &str, id: &MessageId) -> Cmd {
         let mut command = redis::cmd(name);
-        command.arg(key);
+        command.arg(self.key(id));
         command
     }
 
@@ -219,6 +256,24 @@ impl RedisStore {
             let answer = record.link.query(&command).await;
             answer
                 .map(read)
+                .map_err(|error| backend_error(error, &record.prefix))
+        })
+    }
+
+    /// Runs a script on the key of this id.
+    fn run<T: 'static>(
+        &self,
+        link: &Arc<Link>,
+        script: &'static Script,
+        id: &MessageId,
+        arguments: Vec<String>,
+        read: impl FnOnce(Value, &str) -> T + Send + 'static,
+    ) -> Reply<T> {
+        let (record, link, key) = (self.record.clone(), link.clone(), self.key(id));
+        in_runtime(async move {
+            let answer = link.run(script, &key, &arguments).await;
+            answer
+                .map(|value| read(value, &key))
                 .map_err(|error| backend_error(error, &record.prefix))
         })
     }
@@ -245,6 +300,33 @@ impl Store for RedisStore {
     }
 }
 
+impl ClaimStore for RedisStore {
+    fn claim(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<Claim> {
+        let asked = lease.length();
+        let arguments = vec![held_by(owner), millis(asked)];
+        let read = move |answer: Value, key: &str| told_of_claim(&answer, key, asked);
+        self.run(&self.record.link, &CLAIM, id, arguments, read)
+    }
+
+    fn renew(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<bool> {
+        let arguments = vec![held_by(owner), millis(lease.length())];
+        self.run(&self.record.renewals, &RENEW, id, arguments, yes)
+    }
+
+    fn complete(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
+        let mut arguments = vec![held_by(owner)];
+        if let Some(millis) = self.record.ttl.millis() {
+            arguments.extend(["PX".to_owned(), millis.to_string()]);
+        }
+        self.run(&self.record.link, &COMPLETE, id, arguments, yes)
+    }
+
+    fn release(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
+        let arguments = vec![held_by(owner)];
+        self.run(&self.record.link, &RELEASE, id, arguments, yes)
+    }
+}
+
 impl fmt::Debug for RedisStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisStore")
@@ -254,6 +336,99 @@ impl fmt::Debug for RedisStore {
             .field("eviction_policy", &self.record.eviction_policy)
             .finish_non_exhaustive()
     }
+}
+
+// ===== scripts =====
+
+/// A script on one key.
+///
+/// Each reads before it writes, and calls with `pcall`: what a command fails with is answered as it
+/// is, where Redis 6 would wrap it in an error of the script and lose the code.
+struct Script {
+    code: &'static str,
+    hash: String,
+}
+
+/// `OK` when it is won, `2` when it is done, otherwise what is left of somebody's claim.
+static CLAIM: LazyLock<Script> = LazyLock::new(|| {
+    Script::new(
+        "local found = redis.pcall('GET', KEYS[1])
+if found == '2' or type(found) == 'table' then return found end
+if found and found ~= ARGV[1] then return redis.pcall('PTTL', KEYS[1]) end
+return redis.pcall('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])",
+    )
+});
+
+static RENEW: LazyLock<Script> = LazyLock::new(|| {
+    Script::new(
+        "local found = redis.pcall('GET', KEYS[1])
+if found == ARGV[1] then return redis.pcall('PEXPIRE', KEYS[1], ARGV[2]) end
+if type(found) == 'table' then return found end
+return 0",
+    )
+});
+
+static COMPLETE: LazyLock<Script> = LazyLock::new(|| {
+    Script::new(
+        "local found = redis.pcall('GET', KEYS[1])
+if type(found) == 'table' then return found end
+local set = redis.pcall('SET', KEYS[1], '2', unpack(ARGV, 2))
+if set.err then return set end
+return found == ARGV[1] and 1 or 0",
+    )
+});
+
+static RELEASE: LazyLock<Script> = LazyLock::new(|| {
+    Script::new(
+        "local found = redis.pcall('GET', KEYS[1])
+if found == ARGV[1] then return redis.pcall('DEL', KEYS[1]) end
+if type(found) == 'table' then return found end
+return 0",
+    )
+});
+
+impl Script {
+    fn new(code: &'static str) -> Self {
+        let hash = redis::Script::new(code).get_hash().to_owned();
+        Script { code, hash }
+    }
+}
+
+/// What is at the key of a message that this one has claimed.
+fn held_by(owner: Owner) -> String {
+    format!("1:{owner}")
+}
+
+fn millis(length: Duration) -> String {
+    length.as_millis().to_string()
+}
+
+fn yes(answer: Value, _key: &str) -> bool {
+    matches!(answer, Value::Int(1))
+}
+
+fn told_of_claim(answer: &Value, key: &str, asked: Duration) -> Claim {
+    let retry_after = match answer {
+        Value::Okay => return Claim::Won,
+        Value::BulkString(_) => return Claim::Done,
+        Value::Int(-1) => {
+            warn_of_no_end(key);
+            asked
+        }
+        Value::Int(left) => Duration::from_millis(u64::try_from(*left).unwrap_or(0).max(1)),
+        _ => asked,
+    };
+    Claim::Busy { retry_after }
+}
+
+#[cfg_attr(not(feature = "tracing"), allow(unused_variables))]
+fn warn_of_no_end(key: &str) {
+    #[cfg(feature = "tracing")]
+    tracing::warn!(
+        target: "tower_idempotency",
+        key,
+        "somebody else's claim has no end: the message does not run until its key is deleted"
+    );
 }
 
 // ===== impl RedisStoreBuilder =====
@@ -273,6 +448,7 @@ impl RedisStoreBuilder {
     /// A connection that gave no answer to anything for so long is replaced, the next time that a
     /// command is sent. Best below the layer's own
     /// [limit](crate::IdempotencyLayer::store_timeout), which covers connecting and sending again.
+    /// A script that the server turns out not to have is sent whole, with this limit anew.
     pub fn response_timeout(mut self, limit: Duration) -> Self {
         self.limits.response = limit;
         self
@@ -340,7 +516,9 @@ impl RedisStoreBuilder {
     async fn open(self, source: Source) -> Result<RedisStore, BackendError> {
         let ttl = self.check()?;
         let prefix = self.prefix;
-        let link = Arc::new(Link::new(source, self.limits));
+        let source = Arc::new(source);
+        let link = Arc::new(Link::new(source.clone(), self.limits));
+        let renewals = Arc::new(Link::new(source, self.limits));
         let asked = link.clone();
         let eviction_policy = in_runtime(async move {
             let policy = asked.eviction_policy().await;
@@ -360,6 +538,7 @@ impl RedisStoreBuilder {
                 prefix,
                 ttl,
                 link,
+                renewals,
                 eviction_policy,
             }),
         })
@@ -428,7 +607,7 @@ enum Connection {
 /// The `redis` crate's own manager keeps a connection that leads to a replica or that no longer
 /// answers, and knows no Sentinel; its cluster connection keeps a node's that no longer answers.
 struct Link {
-    source: Source,
+    source: Arc<Source>,
     limits: Limits,
     state: Mutex<State>,
     attempts: AtomicU64,
@@ -469,8 +648,9 @@ impl Source {
                 Ok(Connection::One(connecting.await?))
             }
             Source::Sentinel(client) => {
-                let mut client = client.lock().await;
-                let connecting = client.get_async_connection_with_config(&config);
+                // Not locked while connecting, which another link has not to wait for.
+                let primary = client.lock().await.async_get_client().await?;
+                let connecting = primary.get_multiplexed_async_connection_with_config(&config);
                 Ok(Connection::One(connecting.await?))
             }
             Source::Cluster(client) => {
@@ -485,7 +665,7 @@ impl Source {
 }
 
 impl Link {
-    fn new(source: Source, limits: Limits) -> Self {
+    fn new(source: Arc<Source>, limits: Limits) -> Self {
         Link {
             source,
             limits,
@@ -507,6 +687,26 @@ impl Link {
         }
         let live = self.live().await?;
         self.ask(&live, command).await
+    }
+
+    /// Runs a script that may run twice.
+    async fn run(
+        self: &Arc<Self>,
+        script: &Script,
+        key: &str,
+        arguments: &[String],
+    ) -> RedisResult<Value> {
+        let call = |name, script| {
+            let mut command = redis::cmd(name);
+            command.arg(script).arg(1).arg(key).arg(arguments);
+            command
+        };
+        match self.query(&call("EVALSHA", script.hash.as_str())).await {
+            Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
+                self.query(&call("EVAL", script.code)).await
+            }
+            answer => answer,
+        }
     }
 
     async fn ask(&self, live: &Arc<Live>, command: &Cmd) -> RedisResult<Value> {
