@@ -1,7 +1,10 @@
 //! A store of a kind that is chosen when the program runs.
 
-use super::{Claim, ClaimStore, Lease, Owner, Store};
-use crate::{error::BoxError, id::MessageId};
+use super::{Claim, ClaimStore, Lease, MemoryStore, Owner, Store};
+use crate::{
+    error::{BackendError, BoxError, ConfigError},
+    id::MessageId,
+};
 use std::{fmt, future::Future, pin::Pin, sync::Arc};
 
 type BoxFuture<T> = Pin<Box<dyn Future<Output = Result<T, BoxError>> + Send>>;
@@ -10,6 +13,22 @@ type BoxFuture<T> = Pin<Box<dyn Future<Output = Result<T, BoxError>> + Send>>;
 /// record.
 ///
 /// A command costs an allocation and a call through a table more than the store itself.
+///
+/// ```
+/// use tower_idempotency::{IdempotencyLayer, store::BoxStore};
+///
+/// # fn main() -> Result<(), tower_idempotency::BoxError> {
+/// # #[cfg(feature = "tokio")]
+/// # tokio::runtime::Builder::new_current_thread().build()?.block_on(async {
+/// let url = std::env::var("RECORD_URL").unwrap_or_else(|_| "memory:".to_owned());
+/// let store = BoxStore::connect(&url, "billing_seen").await?;
+/// let layer = IdempotencyLayer::new(store);
+/// # let _: IdempotencyLayer<BoxStore> = layer;
+/// # Ok::<_, tower_idempotency::BoxError>(())
+/// # })?;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct BoxStore {
     store: Arc<dyn AnyStore>,
@@ -69,6 +88,102 @@ impl BoxStore {
             store: Arc::new(store),
         }
     }
+
+    /// Connects to the store that a URL names, which keeps ids for 24 hours.
+    ///
+    /// | URL | store | feature | `name` is |
+    /// |---|---|---|---|
+    /// | `memory:` | a new [`MemoryStore`] | | without a meaning |
+    /// | `redis://`, `rediss://`, `valkey://`, `valkeys://` | `RedisStore` | `redis` | the prefix of the keys |
+    /// | `postgres://`, `postgresql://` | `PostgresStore` | `postgres` | the table |
+    /// | `mysql://`, `mariadb://` | `MySqlStore` | `mysql` | the table |
+    /// | `sqlite:` | `SqliteStore` | `sqlite` | the table |
+    ///
+    /// The defaults are those of each store's own `connect`. A table is made unless it is there, as
+    /// `migrate()` does it, since a boxed store cannot be asked to later; nor can it be asked to purge:
+    /// a job beside the workers does, or a store made by its own type and then [boxed](Self::new).
+    /// The name must not be empty, even where it has no meaning, so that another URL is all that a move
+    /// to a server takes.
+    ///
+    /// # Errors
+    ///
+    /// [`Config`](crate::error::BackendErrorKind::Config), with the [`ConfigError`] as the source, when
+    /// the URL is of no scheme in this table or of one whose feature is not on; for `rediss://` and
+    /// `valkeys://` that is also one of the TLS features of the `redis` crate. Else what the store's
+    /// `connect` and `migrate` fail with. No error shows more of a URL than its scheme.
+    pub async fn connect(url: &str, name: &str) -> Result<Self, BackendError> {
+        if name.is_empty() {
+            let expected = "the prefix or table of one consumer, which no other one has";
+            return Err(ConfigError::new("name", "empty", expected).into());
+        }
+        match url.split_once(':') {
+            Some(("memory", "" | "//")) => Ok(BoxStore::new(MemoryStore::new())),
+            #[cfg(feature = "redis")]
+            Some(("redis" | "rediss" | "valkey" | "valkeys", _)) => redis(url, name).await,
+            #[cfg(feature = "postgres")]
+            Some(("postgres" | "postgresql", _)) => {
+                let store = super::PostgresStore::connect(url, name).await?;
+                store.migrate().await?;
+                Ok(BoxStore::new(store))
+            }
+            #[cfg(feature = "mysql")]
+            Some(("mysql" | "mariadb", _)) => {
+                let store = super::MySqlStore::connect(url, name).await?;
+                store.migrate().await?;
+                Ok(BoxStore::new(store))
+            }
+            #[cfg(feature = "sqlite")]
+            Some(("sqlite", _)) => {
+                let store = super::SqliteStore::connect(url, name).await?;
+                store.migrate().await?;
+                Ok(BoxStore::new(store))
+            }
+            _ => Err(refused(url).into()),
+        }
+    }
+}
+
+#[cfg(feature = "redis")]
+async fn redis(url: &str, name: &str) -> Result<BoxStore, BackendError> {
+    use ::redis::IntoConnectionInfo;
+
+    // What is wrong with a URL otherwise, the store says.
+    if url
+        .into_connection_info()
+        .is_ok_and(|info| !info.addr().is_supported())
+    {
+        let expected = "a TLS feature of the `redis` crate to be on, such as `tokio-rustls-comp`";
+        return Err(ConfigError::new("url", "one with TLS", expected).into());
+    }
+    Ok(BoxStore::new(super::RedisStore::connect(url, name).await?))
+}
+
+/// Why a URL has no store here. Shows no more of it than its scheme, and nothing where that may be part of
+/// a password.
+fn refused(url: &str) -> ConfigError {
+    let (scheme, rest) = url.split_once(':').unwrap_or_default();
+    let expected = match scheme {
+        "memory" => "`memory:` and nothing after it",
+        "redis" | "rediss" | "valkey" | "valkeys" => {
+            "the feature `redis` of `tower-idempotency` to be on"
+        }
+        "postgres" | "postgresql" => "the feature `postgres` of `tower-idempotency` to be on",
+        "mysql" | "mariadb" => "the feature `mysql` of `tower-idempotency` to be on",
+        "sqlite" => "the feature `sqlite` of `tower-idempotency` to be on",
+        _ => {
+            let expected = "`memory:`, `redis://`, `rediss://`, `valkey://`, `valkeys://`, \
+                            `postgres://`, `postgresql://`, `mysql://`, `mariadb://` or `sqlite:`";
+            let is_one = scheme.starts_with(|c: char| c.is_ascii_alphabetic())
+                && scheme
+                    .chars()
+                    .all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
+            if !is_one || !rest.starts_with("//") {
+                return ConfigError::new("url", "none", expected);
+            }
+            expected
+        }
+    };
+    ConfigError::new("url", format!("of the scheme `{scheme}`"), expected)
 }
 
 impl Store for BoxStore {
