@@ -110,30 +110,48 @@ impl BoxStore {
     /// [`Config`](crate::error::BackendErrorKind::Config), with the [`ConfigError`] as the source, when
     /// the URL is of no scheme in this table or of one whose feature is not on; for `rediss://` and
     /// `valkeys://` that is also one of the TLS features of the `redis` crate. Else what the store's
-    /// `connect` and `migrate` fail with. No error shows more of a URL than its scheme.
+    /// `connect` and `migrate` fail with. No error shows the password of a URL.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropped, it may still make the table.
     pub async fn connect(url: &str, name: &str) -> Result<Self, BackendError> {
         if name.is_empty() {
             let expected = "the prefix or table of one consumer, which no other one has";
             return Err(ConfigError::new("name", "empty", expected).into());
         }
-        match url.split_once(':') {
-            Some(("memory", "" | "//")) => Ok(BoxStore::new(MemoryStore::new())),
+        let (scheme, rest) = url.split_once(':').unwrap_or_default();
+        // Without a host, the SQL drivers would take the one they are used to.
+        if SERVERS.contains(&scheme) && !rest.starts_with("//") {
+            return Err(of_scheme(scheme, "`//` and a host after it").into());
+        }
+        match scheme {
+            "memory" if rest.is_empty() || rest == "//" => Ok(BoxStore::new(MemoryStore::new())),
             #[cfg(feature = "redis")]
-            Some(("redis" | "rediss" | "valkey" | "valkeys", _)) => redis(url, name).await,
+            "rediss" | "valkeys" if !redis_has_tls() => Err(of_scheme(
+                scheme,
+                "a TLS feature of the `redis` crate to be on, such as `tokio-rustls-comp`",
+            )
+            .into()),
+            #[cfg(feature = "redis")]
+            "redis" | "rediss" | "valkey" | "valkeys" => {
+                let store = super::RedisStore::connect(url, name).await?;
+                Ok(BoxStore::new(store))
+            }
             #[cfg(feature = "postgres")]
-            Some(("postgres" | "postgresql", _)) => {
+            "postgres" | "postgresql" => {
                 let store = super::PostgresStore::connect(url, name).await?;
                 store.migrate().await?;
                 Ok(BoxStore::new(store))
             }
             #[cfg(feature = "mysql")]
-            Some(("mysql" | "mariadb", _)) => {
+            "mysql" | "mariadb" => {
                 let store = super::MySqlStore::connect(url, name).await?;
                 store.migrate().await?;
                 Ok(BoxStore::new(store))
             }
             #[cfg(feature = "sqlite")]
-            Some(("sqlite", _)) => {
+            "sqlite" => {
                 let store = super::SqliteStore::connect(url, name).await?;
                 store.migrate().await?;
                 Ok(BoxStore::new(store))
@@ -143,19 +161,28 @@ impl BoxStore {
     }
 }
 
-#[cfg(feature = "redis")]
-async fn redis(url: &str, name: &str) -> Result<BoxStore, BackendError> {
-    use ::redis::IntoConnectionInfo;
+/// The schemes whose URLs name a host.
+const SERVERS: [&str; 8] = [
+    "redis",
+    "rediss",
+    "valkey",
+    "valkeys",
+    "postgres",
+    "postgresql",
+    "mysql",
+    "mariadb",
+];
 
-    // What is wrong with a URL otherwise, the store says.
-    if url
-        .into_connection_info()
-        .is_ok_and(|info| !info.addr().is_supported())
-    {
-        let expected = "a TLS feature of the `redis` crate to be on, such as `tokio-rustls-comp`";
-        return Err(ConfigError::new("url", "one with TLS", expected).into());
-    }
-    Ok(BoxStore::new(super::RedisStore::connect(url, name).await?))
+/// Whether the application turned TLS on in the `redis` crate.
+#[cfg(feature = "redis")]
+fn redis_has_tls() -> bool {
+    let with_tls = ::redis::ConnectionAddr::TcpTls {
+        host: String::new(),
+        port: 0,
+        insecure: false,
+        tls_params: None,
+    };
+    with_tls.is_supported()
 }
 
 /// Why a URL has no store here. Shows no more of it than its scheme, and nothing where that may be part of
@@ -183,6 +210,10 @@ fn refused(url: &str) -> ConfigError {
             expected
         }
     };
+    of_scheme(scheme, expected)
+}
+
+fn of_scheme(scheme: &str, expected: &'static str) -> ConfigError {
     ConfigError::new("url", format!("of the scheme `{scheme}`"), expected)
 }
 
