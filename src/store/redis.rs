@@ -146,8 +146,8 @@ const YOUNG: Duration = Duration::from_millis(500);
 /// down, [`ReadOnly`](BackendErrorKind::ReadOnly) when it is a replica,
 /// [`Denied`](BackendErrorKind::Denied) for credentials and permissions,
 /// [`Schema`](BackendErrorKind::Schema) when there is no string at the key, and
-/// [`Other`](BackendErrorKind::Other) for the rest, such as a Redis that is full. No error tells a
-/// password.
+/// [`Other`](BackendErrorKind::Other) for the rest, such as a Redis that is full, or one that lets a
+/// user run scripts and not the commands in them. No error tells a password.
 ///
 /// # Cancel safety
 ///
@@ -410,7 +410,7 @@ fn yes(answer: Value, _key: &str) -> bool {
 fn told_of_claim(answer: &Value, key: &str, asked: Duration) -> Claim {
     let retry_after = match answer {
         Value::Okay => return Claim::Won,
-        Value::BulkString(_) => return Claim::Done,
+        Value::BulkString(value) if value == b"2" => return Claim::Done,
         Value::Int(-1) => {
             warn_of_no_end(key);
             asked
@@ -966,5 +966,21 @@ mod tests {
         }
         assert!(kind("WRONGTYPE x").1.contains("`billing:`"));
         assert!(kind("MOVED 1 127.0.0.1:1").1.contains("cluster client"));
+    }
+
+    #[test]
+    fn who_is_told_of_a_claim_never_comes_again_at_once() {
+        let asked = Duration::from_secs(30);
+        let told = |answer| told_of_claim(&answer, "billing:m", asked);
+        for (left, millis) in [(i64::MAX, i64::MAX as u64), (2, 2), (1, 1), (0, 1), (-2, 1)] {
+            let retry_after = Duration::from_millis(millis);
+            assert_eq!(told(Value::Int(left)), Claim::Busy { retry_after });
+        }
+        // Without an end, and whatever else it may be: nobody's permission to run.
+        for answer in [Value::Int(-1), Value::Nil, Value::SimpleString("x".into())] {
+            assert_eq!(told(answer), Claim::Busy { retry_after: asked });
+        }
+        assert_eq!(told(Value::Okay), Claim::Won);
+        assert_eq!(told(Value::BulkString(b"2".to_vec())), Claim::Done);
     }
 }
