@@ -28,10 +28,11 @@ use std::{
     },
     time::{Duration, Instant},
 };
+use tokio::sync::watch;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_idempotency::{
-    BoxError, IdempotencyLayer, MessageId, MySqlStore, PostgresStore, RedisStore, SqliteStore,
-    Store,
+    BoxError, ClaimStore, IdempotencyLayer, Lease, MemoryStore, MessageId, MySqlStore,
+    PostgresStore, RedisStore, SqliteStore, Store, event::Event,
 };
 
 const IN_FLIGHT: [usize; 3] = [1, 16, 64];
@@ -48,6 +49,7 @@ struct Contender {
 }
 
 const LAYER: &str = "layer";
+const CLAIM: &str = "claim";
 const RAW: &str = "one by one";
 
 // ===== the contenders =====
@@ -56,13 +58,28 @@ fn handle(_: Request) -> Ready<Result<(), BoxError>> {
     ready(Ok(()))
 }
 
-fn layer<St: Store>(name: &'static str, store: St) -> Contender {
-    let layer = IdempotencyLayer::new(store)
+/// The layer in both modes, on one record.
+fn layers<St: ClaimStore>(store: &'static str, record: St) -> [Contender; 2] {
+    let layer = IdempotencyLayer::new(record)
         .id_from(|request: &Request| Some(MessageId::from(request.id.as_str())));
-    let service = layer.layer(service_fn(handle));
+    let lease = Lease::new(Duration::from_secs(60)).expect("a lease");
+    [
+        contender(store, LAYER, layer.clone().layer(service_fn(handle))),
+        contender(store, CLAIM, layer.claim(lease).layer(service_fn(handle))),
+    ]
+}
+
+fn contender<S>(store: &'static str, name: &'static str, service: S) -> Contender
+where
+    S: Service<Request, Response = (), Error = BoxError, Future: Send>
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+{
     Contender {
-        store: name,
-        name: LAYER,
+        store,
+        name,
         deliver: Arc::new(move |request| {
             let mut service = service.clone();
             Box::pin(async move {
@@ -101,7 +118,7 @@ where
     }
 }
 
-async fn redis() -> Option<[Contender; 2]> {
+async fn redis() -> Option<[Contender; 3]> {
     let url = services::redis()?;
     let prefix = services::unique("bench");
     let store = RedisStore::connect(&url, format!("{prefix}:l:"))
@@ -131,10 +148,11 @@ async fn redis() -> Option<[Contender; 2]> {
             }
         },
     );
-    Some([layer("Redis", store), raw])
+    let [seen_set, claim] = layers("Redis", store);
+    Some([seen_set, claim, raw])
 }
 
-async fn postgres() -> Option<([Contender; 2], PgPool, [String; 2])> {
+async fn postgres() -> Option<([Contender; 3], PgPool, [String; 2])> {
     let url = services::postgres()?;
     let tables = [services::unique("bench_l"), services::unique("bench_r")];
     let mut pools = Vec::new();
@@ -186,10 +204,11 @@ async fn postgres() -> Option<([Contender; 2], PgPool, [String; 2])> {
             }
         },
     );
-    Some(([layer("PostgreSQL", store), raw], pool, tables))
+    let [seen_set, claim] = layers("PostgreSQL", store);
+    Some(([seen_set, claim, raw], pool, tables))
 }
 
-async fn mysql() -> Option<([Contender; 2], MySqlPool, [String; 2])> {
+async fn mysql() -> Option<([Contender; 3], MySqlPool, [String; 2])> {
     let url = services::mysql()?;
     let tables = [services::unique("bench_l"), services::unique("bench_r")];
     let options = sqlx::mysql::MySqlPoolOptions::new().max_connections(CONNECTIONS);
@@ -241,10 +260,11 @@ async fn mysql() -> Option<([Contender; 2], MySqlPool, [String; 2])> {
             }
         },
     );
-    Some(([layer("MariaDB", store), raw], pool, tables))
+    let [seen_set, claim] = layers("MariaDB", store);
+    Some(([seen_set, claim, raw], pool, tables))
 }
 
-async fn sqlite(folder: &std::path::Path) -> ([Contender; 2], SqlitePool) {
+async fn sqlite(folder: &std::path::Path) -> ([Contender; 3], SqlitePool) {
     let url = |name: &str| format!("sqlite://{}", folder.join(name).display());
     let store = SqliteStore::builder("seen")
         .ttl(TTL)
@@ -261,10 +281,8 @@ async fn sqlite(folder: &std::path::Path) -> ([Contender; 2], SqlitePool) {
         .journal_mode(sqlx::sqlite::SqliteJournalMode::Wal)
         .synchronous(sqlx::sqlite::SqliteSynchronous::Normal)
         .busy_timeout(Duration::from_secs(4))
-        .pragma(
-            "wal_autocheckpoint",
-            std::env::var("CK").unwrap_or("4000".into()),
-        );
+        // As the store has it.
+        .pragma("wal_autocheckpoint", "32768");
     let pool = sqlx::sqlite::SqlitePoolOptions::new().max_connections(CONNECTIONS);
     let pool = pool.connect_with(options).await.expect("a pool");
     let (ask, tell) = (pool.clone(), pool.clone());
@@ -302,7 +320,8 @@ async fn sqlite(folder: &std::path::Path) -> ([Contender; 2], SqlitePool) {
             }
         },
     );
-    ([layer("SQLite", store), raw], pool)
+    let [seen_set, claim] = layers("SQLite", store);
+    ([seen_set, claim, raw], pool)
 }
 
 // ===== the turns =====
@@ -349,7 +368,7 @@ fn fresh() -> Request {
 /// Messages per second, the best turn of each.
 type Figures = BTreeMap<(&'static str, Stream, usize, &'static str), f64>;
 
-async fn compete(contenders: &[Contender; 2], size: &Size, figures: &mut Figures) {
+async fn compete(contenders: &[Contender], size: &Size, figures: &mut Figures) {
     let mut random = Random(7);
     let known: Arc<Vec<String>> = (0..size.known)
         .map(|_| random.uuid().hyphenated().to_string())
@@ -471,20 +490,80 @@ async fn run(pool: &PgPool, statement: &str) {
     done.await.expect(statement);
 }
 
+// ===== claims that are held =====
+
+/// Holds so many claims at once, and answers which part of one core the process takes meanwhile, the
+/// share of the server aside. Each is renewed once in that time.
+async fn held<St: ClaimStore>(store: St, size: &Size) -> f64 {
+    let lease = Lease::new(size.lease).expect("a lease");
+    let (end, ended) = watch::channel(false);
+    let begun = Arc::new(AtomicUsize::new(0));
+    let handler = {
+        let (begun, ended) = (begun.clone(), ended.clone());
+        service_fn(move |_: Request| {
+            begun.fetch_add(1, Ordering::Relaxed);
+            let mut ended = ended.clone();
+            async move {
+                let ended = ended.wait_for(|ended| *ended).await;
+                ended.map(drop).map_err(BoxError::from)
+            }
+        })
+    };
+    let lost = Arc::new(AtomicUsize::new(0));
+    let count = lost.clone();
+    let service = IdempotencyLayer::new(store)
+        .on_event(move |event| {
+            if let Event::LeaseLost { .. } = event {
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+        })
+        .id_from(|request: &Request| Some(MessageId::from(request.id.as_str())))
+        .claim(lease)
+        .layer(handler);
+    let calls: Vec<_> = (0..size.held)
+        .map(|_| tokio::spawn(service.clone().oneshot(fresh())))
+        .collect();
+    while begun.load(Ordering::Relaxed) < size.held {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let (start, before) = (Instant::now(), cpu_time());
+    tokio::time::sleep(lease.renewed_every()).await;
+    let share = (cpu_time() - before).as_secs_f64() / start.elapsed().as_secs_f64();
+    end.send_replace(true);
+    for call in calls {
+        call.await.expect("no panic").expect("an answer");
+    }
+    assert_eq!(lost.load(Ordering::Relaxed), 0, "a lease was lost");
+    share
+}
+
+/// What the process has used, of all its threads.
+fn cpu_time() -> Duration {
+    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // Behind the name, which may contain blanks: the fields 14 and 15, in hundredths of a second.
+    let fields = stat.rsplit(") ").next().unwrap_or_default().split(' ');
+    let ticks = fields
+        .skip(11)
+        .take(2)
+        .filter_map(|it| it.parse::<u64>().ok());
+    Duration::from_millis(10 * ticks.sum::<u64>())
+}
+
 // ===== what is printed =====
 
 fn table(figures: &Figures) {
     println!("\nmessages per second, the best turn\n");
     println!(
-        "{:<12}{:>10}{:>12}{:>14}{:>14}{:>8}",
-        "", "in flight", "", LAYER, RAW, "ratio"
+        "{:<12}{:>10}{:>12}{:>14}{:>14}{:>8}{:>14}",
+        "", "in flight", "", LAYER, RAW, "ratio", CLAIM
     );
     for (&(store, stream, in_flight, name), &figure) in figures {
         if name == LAYER {
             let raw = figures[&(store, stream, in_flight, RAW)];
+            let claim = figures[&(store, stream, in_flight, CLAIM)];
             let stream = format!("{stream:?}").to_lowercase();
             println!(
-                "{store:<12}{in_flight:>10}{stream:>12}{figure:>14.0}{raw:>14.0}{:>8.2}",
+                "{store:<12}{in_flight:>10}{stream:>12}{figure:>14.0}{raw:>14.0}{:>8.2}{claim:>14.0}",
                 figure / raw
             );
         }
@@ -506,6 +585,8 @@ struct Size {
     length: Duration,
     many: u64,
     expired: u64,
+    held: usize,
+    lease: Duration,
 }
 
 const FULL: Size = Size {
@@ -514,6 +595,8 @@ const FULL: Size = Size {
     length: Duration::from_millis(700),
     many: 5_000_000,
     expired: 1_000_000,
+    held: 10_000,
+    lease: Duration::from_secs(60),
 };
 
 const TEST: Size = Size {
@@ -522,6 +605,8 @@ const TEST: Size = Size {
     length: Duration::from_millis(10),
     many: 2000,
     expired: 3000,
+    held: 50,
+    lease: Duration::from_secs(3),
 };
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
@@ -583,6 +668,29 @@ async fn main() {
         compete(&contenders, &size, &mut figures).await;
         pool.close().await;
         let _ = fs::remove_dir_all(&folder);
+    }
+
+    if wanted("held") {
+        let claims = format!("{} claims held for {:?}", size.held, size.lease);
+        let mut shares = vec![("memory", held(MemoryStore::new(), &size).await)];
+        if let Some(url) = services::redis() {
+            let prefix = services::unique("bench");
+            let store = RedisStore::builder(prefix).ttl(Duration::from_secs(60));
+            let store = store.connect(&url).await.expect("a store");
+            shares.push(("Redis", held(store, &size).await));
+        }
+        if let Some(url) = services::postgres() {
+            let table = services::unique("bench_h");
+            let store = PostgresStore::connect(&url, &table).await.expect("a store");
+            store.migrate().await.expect("a table");
+            shares.push(("PostgreSQL", held(store, &size).await));
+            let pool = PgPool::connect(&url).await.expect("a pool");
+            run(&pool, &format!("DROP TABLE {table}")).await;
+        }
+        for (store, share) in shares {
+            let what = format!("{claims} in {store}: percent of one core");
+            judge(&what, 100.0 * share, 5.0, false);
+        }
     }
 
     table(&figures);
