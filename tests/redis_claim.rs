@@ -219,7 +219,7 @@ async fn a_claim_is_the_owners_until_its_lease_ends() {
 }
 
 #[tokio::test]
-async fn a_lease_is_held_to_the_millisecond() {
+async fn a_lease_may_have_any_length_there_is() {
     let Some(url) = services::redis() else { return };
     let record = Record::new(&url).await;
     let m = &id("m");
@@ -227,8 +227,8 @@ async fn a_lease_is_held_to_the_millisecond() {
         let asked = Lease::new(millis).unwrap();
         let claim = record.store.claim(m, A, asked).await.unwrap();
         assert_eq!(claim, Claim::Won);
-        let left = record.pttl(m).await;
-        assert!(left <= millis.as_millis() as i64, "{left} of {millis:?}");
+        let (left, end) = (record.pttl(m).await, millis.as_millis() as i64);
+        assert!(left <= end && left > end - 10_000, "{left} of {end}");
     }
     // A short one ends by itself.
     let claim = record.store.claim(m, A, Lease::new(Lease::MIN).unwrap());
@@ -898,12 +898,18 @@ async fn a_claim_goes_with_a_server_that_keeps_nothing() {
     }
 }
 
+fn replica_of(port: u16) -> OwnRedis {
+    let replica = OwnRedis::start(&[]);
+    let follow = ["REPLICAOF", "127.0.0.1", &port.to_string()];
+    assert_eq!(replica.command(&follow), "OK");
+    replica
+}
+
 #[tokio::test]
 async fn a_replica_answers_that_it_is_one() {
     let Some(()) = servers() else { return };
     let primary = OwnRedis::start(&[]);
-    let port = primary.port().to_string();
-    let replica = OwnRedis::start(&["--replicaof", &format!("127.0.0.1 {port}")]);
+    let replica = replica_of(primary.port());
     let m = &id("m");
     let at_primary = RedisStore::connect(&primary.url(), "p:").await.unwrap();
     wins(&at_primary, m, A).await;
@@ -925,14 +931,43 @@ async fn a_replica_answers_that_it_is_one() {
     assert_eq!(primary.command(&["GET", "p:m"]), HELD_BY_A);
 }
 
+/// What a name that moves to the new primary does: the old connections lead to a replica.
+#[tokio::test]
+async fn an_old_connection_to_a_replica_costs_no_claim() {
+    let Some(()) = servers() else { return };
+    let (old, new) = (OwnRedis::start(&[]), OwnRedis::start(&[]));
+    let proxy = Proxy::start(old.addr()).await;
+    let store = RedisStore::connect(&url(proxy.addr()), "p:").await.unwrap();
+    let m = &id("m");
+    wins(&store, m, A).await;
+    assert!(store.renew(m, A, long()).await.unwrap());
+    // The new primary has all that the old one had, and is followed by it.
+    let set = ["SET", "p:m", HELD_BY_A, "PX", "600000"];
+    assert_eq!(new.command(&set), "OK");
+    // Time has to pass for a connection not to be young any more.
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    proxy.retarget(new.addr());
+    let follow = ["REPLICAOF", "127.0.0.1", &new.port().to_string()];
+    assert_eq!(old.command(&follow), "OK");
+    wait_until("the old primary follows", || {
+        old.info("replication", "master_link_status").as_deref() == Some("up")
+    });
+    assert!(store.renew(m, A, lease(60)).await.unwrap());
+    wins(&store, &id("n"), B).await;
+    assert!(store.renew(&id("n"), B, long()).await.unwrap());
+    assert_eq!(proxy.connections(), 4);
+    assert_eq!(new.command(&["GET", "p:n"]), HELD_BY_B);
+    let left: i64 = new.command(&["PTTL", "p:m"]).parse().unwrap();
+    assert!(left <= 60_000, "{left}");
+}
+
 /// Replication lags, and a claim that was answered is not on the server that takes over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_claim_lost_at_a_failover_has_two_runners_and_one_mark() {
     let Some(()) = servers() else { return };
     let mut primary = OwnRedis::start(&[]);
     let lag = Proxy::start(primary.addr()).await;
-    let port = lag.addr().port();
-    let replica = OwnRedis::start(&["--replicaof", &format!("127.0.0.1 {port}")]);
+    let replica = replica_of(lag.addr().port());
     wait_until("the replica follows", || {
         replica.info("replication", "master_link_status").as_deref() == Some("up")
     });
@@ -971,7 +1006,7 @@ async fn a_claim_whose_reply_was_lost_is_ones_own() {
     let Some(()) = servers() else { return };
     let server = OwnRedis::start(&[]);
     let proxy = Proxy::start(server.addr()).await;
-    let store = RedisStore::builder("p:").response_timeout(Duration::from_millis(250));
+    let store = RedisStore::builder("p:").response_timeout(Duration::from_millis(500));
     let store = store.connect(&url(proxy.addr())).await.unwrap();
     wins(&store, &id("warm"), A).await;
     let m = &id("m");
@@ -1096,15 +1131,12 @@ async fn a_claim_that_comes_after_its_release_ends_with_its_lease() {
     let record = Record::new(&url).await;
     let (store, m) = (&record.store, &id("m"));
     assert!(!store.release(m, A).await.unwrap());
-    let asked = Lease::new(Duration::from_secs(2)).unwrap();
-    assert_eq!(store.claim(m, A, asked).await.unwrap(), Claim::Won);
+    assert_eq!(store.claim(m, A, lease(60)).await.unwrap(), Claim::Won);
     let left = busy(store.claim(m, B, long()).await.unwrap());
-    assert!(left <= asked.length(), "{left:?}");
-    let start = Instant::now();
-    while store.claim(m, B, long()).await.unwrap() != Claim::Won {
-        assert!(start.elapsed() < PATIENCE);
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    assert!(left <= Duration::from_secs(60), "{left:?}");
+    record.is(m, HELD_BY_A, 60).await;
+    record.end(m).await;
+    wins(store, m, B).await;
     // After the mark it is told so, and after a successor's claim it is not won.
     busy(store.claim(m, A, long()).await.unwrap());
     assert!(store.complete(m, B).await.unwrap());

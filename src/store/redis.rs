@@ -340,29 +340,39 @@ impl fmt::Debug for RedisStore {
 
 // ===== scripts =====
 
-/// A script on one key.
-///
-/// Each reads before it writes, and calls with `pcall`: what a command fails with is answered as it
-/// is, where Redis 6 would wrap it in an error of the script and lose the code.
+/// A script on one key. Each reads before it writes.
 struct Script {
-    code: &'static str,
+    code: String,
     hash: String,
 }
+
+/// Calls a command and answers its error as it would be without a script: its code tells the kind.
+///
+/// `redis.call` would end the script with an error of its own on Redis 6, which also puts the place in
+/// the script before what it refuses to run at all, such as a write on a replica.
+const CALL: &str = "local function call(...)
+local answer = redis.pcall(...)
+if type(answer) == 'table' and answer.err then
+return {err = string.match(answer.err, '^@user_script: %d+: %-(.*)') or answer.err}
+end
+return answer
+end
+";
 
 /// `OK` when it is won, `2` when it is done, otherwise what is left of somebody's claim.
 static CLAIM: LazyLock<Script> = LazyLock::new(|| {
     Script::new(
-        "local found = redis.pcall('GET', KEYS[1])
+        "local found = call('GET', KEYS[1])
 if found == '2' or type(found) == 'table' then return found end
-if found and found ~= ARGV[1] then return redis.pcall('PTTL', KEYS[1]) end
-return redis.pcall('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])",
+if found and found ~= ARGV[1] then return call('PTTL', KEYS[1]) end
+return call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])",
     )
 });
 
 static RENEW: LazyLock<Script> = LazyLock::new(|| {
     Script::new(
-        "local found = redis.pcall('GET', KEYS[1])
-if found == ARGV[1] then return redis.pcall('PEXPIRE', KEYS[1], ARGV[2]) end
+        "local found = call('GET', KEYS[1])
+if found == ARGV[1] then return call('PEXPIRE', KEYS[1], ARGV[2]) end
 if type(found) == 'table' then return found end
 return 0",
     )
@@ -370,9 +380,9 @@ return 0",
 
 static COMPLETE: LazyLock<Script> = LazyLock::new(|| {
     Script::new(
-        "local found = redis.pcall('GET', KEYS[1])
+        "local found = call('GET', KEYS[1])
 if type(found) == 'table' then return found end
-local set = redis.pcall('SET', KEYS[1], '2', unpack(ARGV, 2))
+local set = call('SET', KEYS[1], '2', unpack(ARGV, 2))
 if set.err then return set end
 return found == ARGV[1] and 1 or 0",
     )
@@ -380,16 +390,17 @@ return found == ARGV[1] and 1 or 0",
 
 static RELEASE: LazyLock<Script> = LazyLock::new(|| {
     Script::new(
-        "local found = redis.pcall('GET', KEYS[1])
-if found == ARGV[1] then return redis.pcall('DEL', KEYS[1]) end
+        "local found = call('GET', KEYS[1])
+if found == ARGV[1] then return call('DEL', KEYS[1]) end
 if type(found) == 'table' then return found end
 return 0",
     )
 });
 
 impl Script {
-    fn new(code: &'static str) -> Self {
-        let hash = redis::Script::new(code).get_hash().to_owned();
+    fn new(steps: &str) -> Self {
+        let code = [CALL, steps].concat();
+        let hash = redis::Script::new(&code).get_hash().to_owned();
         Script { code, hash }
     }
 }
@@ -703,7 +714,7 @@ impl Link {
         };
         match self.query(&call("EVALSHA", script.hash.as_str())).await {
             Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
-                self.query(&call("EVAL", script.code)).await
+                self.query(&call("EVAL", script.code.as_str())).await
             }
             answer => answer,
         }
