@@ -175,35 +175,33 @@ struct LeftOver<St: ClaimStore> {
 impl<St: ClaimStore> LeftOver<St> {
     async fn finish(mut self) {
         let marks = self.operation == Operation::Complete;
-        let (answer, failed) = {
+        let answer = {
             let settings = &self.settings;
             let retries = settings.shared.mark_retries;
             let mut command = pin!(Resent::new());
-            let answer = poll_fn(|cx| {
+            poll_fn(|cx| {
                 let command = command.as_mut();
                 settings.poll_end(self.operation, retries, command, &self.id, self.owner, cx)
-            });
-            (answer.await, command.failed())
+            })
+            .await
         };
         self.answered = true;
-        let held = self.leave();
+        self.leave();
         let id = &self.id;
         let reporter = &self.settings.shared.reporter;
         match &answer {
-            Ok(still) if marks => {
-                if held && !still && failed == 0 {
-                    reporter.report(&Event::LeaseLost { id });
-                }
-                reporter.report(&Event::Ran { id });
-            }
+            // The call had sent it before, so the answer says nothing of a claim that was lost.
+            Ok(_) if marks => reporter.report(&Event::Ran { id }),
             Ok(_) => {}
             Err(error) if marks => reporter.report(&Event::MarkFailed { id, error }),
             Err(error) => reporter.report(&Event::ReleaseFailed { id, error }),
         }
     }
 
-    fn leave(&mut self) -> bool {
-        mem::take(&mut self.claimed) && self.settings.renewal.leave(self.owner)
+    fn leave(&mut self) {
+        if mem::take(&mut self.claimed) {
+            self.settings.renewal.leave(self.owner);
+        }
     }
 }
 
