@@ -14,10 +14,11 @@ use std::{
     task::{Context, Poll},
     time::Duration,
 };
+use tokio::time::Instant;
 use tower::{Service, ServiceExt};
 use tower_idempotency::{
-    BoxError, Envelope, IdempotencyLayer, MemoryStore, MessageId, Store, error::Operation,
-    event::Event,
+    BoxError, Claim, ClaimStore, Envelope, IdempotencyLayer, Lease, MemoryStore, MessageId, Owner,
+    Store, error::Operation, event::Event,
 };
 
 pub type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
@@ -162,15 +163,101 @@ pub struct FaultStore {
     pub inner: MemoryStore,
     faults: Arc<Mutex<VecDeque<(Operation, When, What)>>>,
     calls: Arc<Mutex<Vec<Operation>>>,
+    claims: Arc<Mutex<Vec<Sent>>>,
+}
+
+/// A command of a claim: whose it is, and when it was sent.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sent {
+    pub operation: Operation,
+    pub owner: Owner,
+    pub at: Instant,
+}
+
+/// How the record has a message.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Standing {
+    Free,
+    /// For so long.
+    Claimed(Duration),
+    Done,
 }
 
 impl FaultStore {
     pub fn new(faults: impl IntoIterator<Item = (Operation, When, What)>) -> Self {
+        Self::over(MemoryStore::new(), faults)
+    }
+
+    pub fn over(
+        inner: MemoryStore,
+        faults: impl IntoIterator<Item = (Operation, When, What)>,
+    ) -> Self {
         FaultStore {
-            inner: MemoryStore::new(),
+            inner,
             faults: Arc::new(Mutex::new(faults.into_iter().collect())),
             calls: Arc::default(),
+            claims: Arc::default(),
         }
+    }
+
+    /// One whose leases end in the time of a runtime that may be paused.
+    pub fn timed(faults: impl IntoIterator<Item = (Operation, When, What)>) -> Self {
+        let start = Instant::now();
+        let inner = MemoryStore::builder().clock(move || start.elapsed());
+        Self::over(inner.build().unwrap(), faults)
+    }
+
+    /// From now on, after those that are still to come.
+    pub fn fault(&self, operation: Operation, when: When, what: What) {
+        let fault = (operation, when, what);
+        self.faults.lock().unwrap().push_back(fault);
+    }
+
+    /// From now on nothing fails.
+    pub fn heals(&self) {
+        self.faults.lock().unwrap().clear();
+    }
+
+    /// The commands of claims that were sent.
+    pub fn claims(&self) -> Vec<Sent> {
+        self.claims.lock().unwrap().clone()
+    }
+
+    /// Those of one kind.
+    pub fn sent(&self, operation: Operation) -> Vec<Sent> {
+        let mut sent = self.claims();
+        sent.retain(|sent| sent.operation == operation);
+        sent
+    }
+
+    /// What a claim would find.
+    pub fn standing(&self, id: &str) -> Standing {
+        let (id, nobody) = (MessageId::from(id), Owner::from_bits(u128::MAX));
+        let lease = Lease::new(Lease::MIN).unwrap();
+        match now(self.inner.claim(&id, nobody, lease)).unwrap() {
+            Claim::Won => {
+                assert!(now(self.inner.release(&id, nobody)).unwrap());
+                Standing::Free
+            }
+            Claim::Done => Standing::Done,
+            Claim::Busy { retry_after } => Standing::Claimed(retry_after),
+        }
+    }
+
+    /// Somebody else claims it, in another process.
+    pub fn claimed_elsewhere(&self, id: &str, lease: Lease) {
+        let claim = now(self.inner.claim(&id.into(), ELSEWHERE, lease)).unwrap();
+        assert_eq!(claim, Claim::Won);
+    }
+
+    /// Somebody else gives up what he claimed.
+    pub fn released_elsewhere(&self, id: &str) {
+        assert!(now(self.inner.release(&id.into(), ELSEWHERE)).unwrap());
+    }
+
+    /// The record loses a message.
+    pub fn forgets(&self, id: &str) {
+        now(self.inner.forget(&id.into())).unwrap();
     }
 
     /// Which commands were sent.
@@ -214,6 +301,56 @@ impl FaultStore {
     }
 }
 
+/// Who claims in another process.
+pub const ELSEWHERE: Owner = Owner::from_bits(0xE15E);
+
+impl FaultStore {
+    fn claims_command<T: Send + 'static>(
+        &self,
+        operation: Operation,
+        owner: Owner,
+        real: impl FnOnce(&MemoryStore) -> T + Send + 'static,
+    ) -> BoxFuture<Result<T, BoxError>> {
+        let at = Instant::now();
+        self.claims.lock().unwrap().push(Sent {
+            operation,
+            owner,
+            at,
+        });
+        self.command(operation, real)
+    }
+}
+
+impl ClaimStore for FaultStore {
+    fn claim(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<Claim> {
+        let id = id.clone();
+        self.claims_command(Operation::Claim, owner, move |store| {
+            now(store.claim(&id, owner, lease)).unwrap()
+        })
+    }
+
+    fn renew(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<bool> {
+        let id = id.clone();
+        self.claims_command(Operation::Renew, owner, move |store| {
+            now(store.renew(&id, owner, lease)).unwrap()
+        })
+    }
+
+    fn complete(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
+        let id = id.clone();
+        self.claims_command(Operation::Complete, owner, move |store| {
+            now(store.complete(&id, owner)).unwrap()
+        })
+    }
+
+    fn release(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
+        let id = id.clone();
+        self.claims_command(Operation::Release, owner, move |store| {
+            now(store.release(&id, owner)).unwrap()
+        })
+    }
+}
+
 impl Store for FaultStore {
     type Error = BoxError;
     type Future<T: Send + 'static> = BoxFuture<Result<T, BoxError>>;
@@ -242,18 +379,24 @@ impl Store for FaultStore {
 
 /// The events that were told, each as its name and the id it is about.
 #[derive(Clone, Default)]
-pub struct Events(Arc<Mutex<Vec<String>>>);
+pub struct Events(Arc<Mutex<Vec<String>>>, Arc<Mutex<Vec<Operation>>>);
 
 impl Events {
     pub fn hook(&self) -> impl Fn(&Event<'_>) + Send + Sync + 'static {
-        let events = self.0.clone();
+        let (events, operations) = (self.0.clone(), self.1.clone());
         move |event| {
+            if let Event::Abandoned { operation, .. } = event {
+                operations.lock().unwrap().push(*operation);
+            }
             let id = match event {
                 Event::Ran { id, .. }
                 | Event::Duplicate { id, .. }
                 | Event::FailedOpen { id, .. }
                 | Event::StoreError { id, .. }
                 | Event::MarkFailed { id, .. }
+                | Event::Parked { id, .. }
+                | Event::LeaseLost { id, .. }
+                | Event::ReleaseFailed { id, .. }
                 | Event::Abandoned { id, .. } => id.as_str(),
                 _ => "-",
             };
@@ -262,6 +405,11 @@ impl Events {
                 .unwrap()
                 .push(format!("{} {id}", event.name()));
         }
+    }
+
+    /// What was abandoned.
+    pub fn abandoned(&self) -> Vec<Operation> {
+        self.1.lock().unwrap().clone()
     }
 
     pub fn tell(&self, what: &str) {
