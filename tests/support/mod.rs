@@ -57,6 +57,7 @@ pub enum Do {
     Panic,
     Hang,
     Sleep(Duration),
+    FailAfter(Duration),
 }
 
 #[derive(Debug)]
@@ -116,6 +117,10 @@ impl<Req> Service<Req> for Handler {
                 Do::Sleep(time) => {
                     tokio::time::sleep(time).await;
                     Ok(())
+                }
+                Do::FailAfter(time) => {
+                    tokio::time::sleep(time).await;
+                    Err(Declined.into())
                 }
             }
         })
