@@ -126,6 +126,63 @@ fn a_foreign_request_is_deduplicated_without_the_heap() {
 }
 
 #[test]
+#[cfg(feature = "tokio")]
+fn a_claim_takes_nothing_of_the_heap() {
+    use tower_idempotency::{Claim, ClaimStore, Lease, Owner};
+
+    // The task that renews is started by the first claim. It looks again in a month, so the count
+    // is the calls' alone.
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .unwrap();
+    let _entered = runtime.enter();
+    let lease = Lease::new(Lease::MAX).unwrap();
+    let other = |number| MessageId::from(format!("order-{number:030}"));
+    let ids: [&dyn Fn(usize) -> MessageId; 2] = [&|_| MessageId::random(), &other];
+    for id in ids {
+        // Room for all of them.
+        let store = MemoryStore::builder().capacity(20_000).build().unwrap();
+        for number in 10_000..11_000 {
+            now(store.remember(&id(number))).unwrap();
+        }
+        let layer = IdempotencyLayer::new(store.clone())
+            .id_from(|id: &MessageId| Some(id.clone()))
+            .on_event(|_| {})
+            .claim(lease);
+        let mut service = layer.layer(service_fn(|_: MessageId| ready(Ok::<_, BoxError>(()))));
+        call(&mut service, id(0));
+        let messages: Vec<_> = (1..=700).map(id).collect();
+        let mut deliver = || {
+            allocations(|| {
+                for message in &messages {
+                    call(&mut service, message.clone());
+                }
+            })
+        };
+        // The record copies an id that is no UUID, once.
+        let copies = if messages[0].as_uuid().is_some() {
+            0
+        } else {
+            messages.len()
+        };
+        assert_eq!(deliver(), copies, "first deliveries");
+        assert_eq!(deliver(), 0, "duplicates");
+        assert_eq!(store.len(), 1701);
+        // Parked: the error's box.
+        let busy = id(1000);
+        let claim = now(store.claim(&busy, Owner::random(), lease)).unwrap();
+        assert_eq!(claim, Claim::Won);
+        for _ in 0..10 {
+            let parked = allocations(|| {
+                now(service.call(busy.clone())).unwrap_err();
+            });
+            assert_eq!(parked, 1);
+        }
+    }
+}
+
+#[test]
 fn expired_ids_give_their_memory_back_though_nobody_asks_for_them() {
     for id in [
         |_: u64| MessageId::random(),

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 use support::{
-    Broken, Declined, Do, FaultStore, Handler,
+    Broken, Declined, Do, Events, FaultStore, Handler, Standing,
     What::{Fail, Wait},
     When::Before,
     deliver, envelope, layer, now,
@@ -29,10 +29,10 @@ use tower::{
     util::BoxCloneSyncService,
 };
 use tower_idempotency::{
-    BoxError, DeadLetterLayer, Envelope, ExtractId, Idempotency, IdempotencyLayer, MemoryStore,
-    Outcome, StoreError,
+    BoxError, ClaimLayer, DeadLetterLayer, Envelope, ExtractId, Idempotency, IdempotencyLayer,
+    Lease, MemoryStore, Outcome, Parked, StoreError,
     error::{
-        Operation::{Remember, Seen},
+        Operation::{Claim, Complete, Release, Remember, Seen},
         is_transient,
     },
 };
@@ -520,4 +520,211 @@ fn a_message_that_cannot_be_dead_lettered_runs_again() {
     now(deliver(&mut consumer, envelope("a"))).unwrap();
     assert_eq!((handler.runs(), queue.take().len()), (2, 1));
     assert!(store.is_empty());
+}
+
+// ===== claims =====
+
+fn claiming(store: &FaultStore) -> (ClaimLayer<FaultStore>, Events) {
+    let (layer, events) = layer(store.clone());
+    (layer.claim(Lease::new(3 * SECOND).unwrap()), events)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claiming_service_calls_the_instance_that_was_polled_ready() {
+    let layer = numbered().claim(Lease::new(SECOND).unwrap());
+    let (mock, mut handle) = mock::pair::<u64, ()>();
+    let mut service = mock::Spawn::new(layer.layer(mock));
+    handle.allow(0);
+    tokio_test::assert_pending!(service.poll_ready());
+    for request in 0..10 {
+        handle.allow(1);
+        tokio_test::assert_ready_ok!(service.poll_ready());
+        let mut call = tokio_test::task::spawn(service.call(request));
+        tokio_test::assert_pending!(call.poll());
+        tokio_test::assert_pending!(
+            service.poll_ready(),
+            "the clone has no readiness of its own"
+        );
+        assert_request_eq!(handle, request).send_response(());
+        tokio_test::assert_ready_ok!(call.poll());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_parked_message_gives_its_permit_back() {
+    let store = FaultStore::timed([]);
+    store.claimed_elsewhere("a", Lease::new(60 * SECOND).unwrap());
+    let inner = ConcurrencyLimit::new(Handler::default(), 1);
+    let mut service = claiming(&store).0.layer(inner);
+    // The answered future is kept, so the permit must come back with the answer.
+    let mut call = Box::pin(service.ready().await.unwrap().call(envelope("a")));
+    assert!(call.as_mut().await.unwrap_err().is::<Parked>());
+    now(deliver(&mut service, envelope("b"))).unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_permit_is_free_while_a_claim_is_ended() {
+    for (script, end) in [(Do::Succeed, Complete), (Do::Fail, Release)] {
+        let store = FaultStore::timed([(end, Before, Wait(SECOND))]);
+        let inner = ConcurrencyLimit::new(Handler::new([script]), 1);
+        let mut service = claiming(&store).0.layer(inner);
+        let ending = tokio::spawn(service.ready().await.unwrap().call(envelope("a")));
+        tokio::time::sleep(SECOND / 2).await;
+        assert_eq!(store.sent(end).len(), 1);
+        now(deliver(&mut service, envelope("b"))).unwrap();
+        let _ = ending.await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_claim_covers_all_tries_of_a_retry_inside() {
+    let (handler, store) = (
+        Handler::new([
+            Do::FailAfter(2 * SECOND),
+            Do::FailAfter(2 * SECOND),
+            Do::Sleep(2 * SECOND),
+        ]),
+        FaultStore::timed([]),
+    );
+    let (layer, events) = claiming(&store);
+    let mut service = ServiceBuilder::new()
+        .layer(layer)
+        .layer(RetryLayer::new(Retries(2)))
+        .service(handler.clone());
+    let running = tokio::spawn(service.ready().await.unwrap().call(envelope("a")));
+    tokio::task::yield_now().await;
+    for _ in 0..59 {
+        assert!(matches!(store.standing("a"), Standing::Claimed(_)));
+        tokio::time::sleep(SECOND / 10).await;
+    }
+    running.await.unwrap().unwrap();
+    assert_eq!(handler.runs(), 3);
+    assert_eq!(store.sent(Claim).len(), 1);
+    assert_eq!(store.sent(Release), []);
+    assert_eq!(events.all(), ["ran a"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_timeout_inside_frees_the_claim() {
+    let (handler, store) = (Handler::new([Do::Hang]), FaultStore::timed([]));
+    let (layer, events) = claiming(&store);
+    let mut service = ServiceBuilder::new()
+        .layer(layer)
+        .layer(TimeoutLayer::new(10 * SECOND))
+        .service(handler.clone());
+    let error = deliver(&mut service, envelope("a")).await.unwrap_err();
+    assert!(error.is::<Elapsed>());
+    assert_eq!(store.standing("a"), Standing::Free);
+    deliver(&mut service, envelope("a")).await.unwrap();
+    deliver(&mut service, envelope("a")).await.unwrap();
+    assert_eq!(handler.runs(), 2);
+    assert_eq!(events.all(), ["ran a", "duplicate a"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_timeout_outside_drops_the_call_and_its_claim_is_released() {
+    let (handler, store) = (
+        Handler::new([Do::Hang]),
+        FaultStore::timed([(Complete, Before, Wait(12 * SECOND))]),
+    );
+    let (layer, events) = claiming(&store);
+    let mut service = ServiceBuilder::new()
+        .layer(TimeoutLayer::new(SECOND))
+        .layer(layer.clone())
+        .service(handler.clone());
+    let error = deliver(&mut service, envelope("a")).await.unwrap_err();
+    assert!(error.is::<Elapsed>());
+    layer.drained().await;
+    assert_eq!(store.standing("a"), Standing::Free);
+    // During the mark: it is made, and until then the claim holds, so that no copy runs.
+    let error = deliver(&mut service, envelope("a")).await.unwrap_err();
+    assert!(error.is::<Elapsed>());
+    let error = deliver(&mut service, envelope("a")).await.unwrap_err();
+    assert!(error.is::<Parked>());
+    layer.drained().await;
+    deliver(&mut service, envelope("a")).await.unwrap();
+    assert_eq!(handler.runs(), 2);
+    assert_eq!(events.all(), ["parked a", "ran a", "duplicate a"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_retry_outside_a_timeout_outside_repeats_no_effect_of_a_slow_mark() {
+    // What it does with the seen-set: here the second try finds the claim of the first.
+    let (handler, store) = (
+        Handler::default(),
+        FaultStore::timed([(Complete, Before, Wait(4 * SECOND))]),
+    );
+    let (layer, _) = claiming(&store);
+    let mut service = ServiceBuilder::new()
+        .layer(RetryLayer::new(Retries(1)))
+        .layer(TimeoutLayer::new(SECOND))
+        .layer(layer.clone())
+        .service(handler.clone());
+    let error = deliver(&mut service, envelope("a")).await.unwrap_err();
+    assert!(error.is::<Parked>());
+    layer.drained().await;
+    deliver(&mut service, envelope("a")).await.unwrap();
+    assert_eq!(handler.runs(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_recommended_stack_with_claims() {
+    let (handler, queue, store) = (
+        Handler::new([Do::Fail, Do::Hang, Do::Fail]),
+        Queue::default(),
+        FaultStore::timed([]),
+    );
+    let (layer, events) = claiming(&store);
+    let mut consumer = ServiceBuilder::new()
+        .layer(DeadLetterLayer::new(queue.clone()))
+        .layer(layer)
+        .layer(RetryLayer::new(Retries(2)))
+        .layer(TimeoutLayer::new(30 * SECOND))
+        .service(handler.clone());
+    // A copy that arrives meanwhile is neither run nor dead-lettered.
+    let first = tokio::spawn(consumer.ready().await.unwrap().call(envelope("a")));
+    tokio::time::sleep(10 * SECOND).await;
+    let error = deliver(&mut consumer, envelope("a")).await.unwrap_err();
+    assert!(error.is::<Parked>());
+    assert!(queue.take().is_empty());
+    first.await.unwrap().unwrap();
+    assert_eq!(handler.runs(), 3);
+    assert_eq!(store.standing("a"), Standing::Free, "it failed for good");
+    let dead = queue.take();
+    assert_eq!(dead.len(), 1);
+    let redriven = dead[0].clone().redriven();
+    deliver(&mut consumer, redriven.clone()).await.unwrap();
+    deliver(&mut consumer, redriven).await.unwrap();
+    assert_eq!(handler.runs(), 4);
+    assert_eq!(events.all(), ["parked a", "ran a", "duplicate a"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn claims_among_buffers_and_limits_in_a_box() {
+    let (handler, store) = (Handler::default(), FaultStore::timed([]));
+    let service: BoxCloneSyncService<Envelope, (), BoxError> = BoxCloneSyncService::new(
+        ServiceBuilder::new()
+            .layer(BufferLayer::new(4))
+            .layer(claiming(&store).0.wait(60 * SECOND))
+            .layer(BufferLayer::new(4))
+            .layer(ConcurrencyLimitLayer::new(2))
+            .service(handler.clone()),
+    );
+    // Each message by each of the callers, all at once.
+    let callers: Vec<_> = (0..16)
+        .map(|_| {
+            let mut service = service.clone();
+            tokio::spawn(async move {
+                for message in 0..32 {
+                    deliver(&mut service, envelope(&message.to_string()))
+                        .await
+                        .unwrap();
+                }
+            })
+        })
+        .collect();
+    for caller in callers {
+        caller.await.unwrap();
+    }
+    assert_eq!(handler.runs(), 32);
 }
