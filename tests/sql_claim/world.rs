@@ -10,7 +10,12 @@ use sqlx::{
     postgres::{PgPoolOptions, PgRow},
     sqlite::{SqlitePoolOptions, SqliteRow},
 };
-use std::{fs, path::PathBuf, time::Duration};
+use std::{
+    fs,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+use tokio::{task::JoinHandle, time::sleep};
 use tower_idempotency::{
     error::BackendError,
     store::{
@@ -39,6 +44,11 @@ pub trait World: Sized {
 
     fn builder(&self) -> SqlStoreBuilder<Self::Table>;
 
+    fn url(&self) -> &str;
+
+    /// Where the server is said to be from now on, and whether that is a pooler in transaction mode.
+    fn is_behind(&mut self, url: String, pooler: bool);
+
     async fn connect(&self, builder: SqlStoreBuilder<Self::Table>) -> Self::Store;
 
     /// On a pool as a user brings it, of so many connections, all of which are in use from now on.
@@ -50,13 +60,18 @@ pub trait World: Sized {
 
     async fn stored(&self, key: &str) -> Option<Stored>;
 
+    /// How many rows there are.
+    async fn count(&self) -> i64;
+
+    fn table(&self) -> &str;
+
     /// A transaction that is open, with this statement done.
     async fn hold(&self, statement: &str) -> Self::Open;
 
     type Open: Open;
 
-    /// Breaks the connections of this table's stores.
-    async fn cut(&self);
+    /// Until this call waits for a lock on the table, where that can be seen, or is over.
+    async fn until_waiting<T>(&self, call: &JoinHandle<T>);
 
     async fn drop(self);
 
@@ -83,18 +98,17 @@ pub trait Open {
 pub struct Postgres {
     url: String,
     table: String,
+    pooler: bool,
     pool: PgPool,
 }
 
 const POSTGRES_NOW: &str = "(extract(epoch from clock_timestamp()) * 1000000)::bigint";
 
 impl Postgres {
-    pub fn url(&self) -> &str {
-        &self.url
-    }
-
-    pub fn table(&self) -> &str {
-        &self.table
+    /// What the server knows of the sessions of this table's stores.
+    pub async fn sessions(&self, such: &str) -> i64 {
+        let statement = "SELECT count(*) FROM pg_stat_activity WHERE application_name = '{t}'";
+        self.rows(&format!("{statement} AND {such}")).await[0].get(0)
     }
 
     pub async fn rows(&self, statement: &str) -> Vec<PgRow> {
@@ -116,13 +130,27 @@ impl World for Postgres {
         let pool = pool.connect(&url).await.unwrap();
         let sign = if url.contains('?') { '&' } else { '?' };
         let url = format!("{url}{sign}application_name={table}");
-        let world = Postgres { url, table, pool };
+        let world = Postgres {
+            url,
+            table,
+            pooler: false,
+            pool,
+        };
         world.store().await.migrate().await.unwrap();
         Some(world)
     }
 
     fn builder(&self) -> SqlStoreBuilder<PostgresTable> {
-        PostgresStore::builder(&self.table)
+        PostgresStore::builder(&self.table).transaction_pooler(self.pooler)
+    }
+
+    fn url(&self) -> &str {
+        &self.url
+    }
+
+    fn is_behind(&mut self, url: String, pooler: bool) {
+        self.url = url;
+        self.pooler = pooler;
     }
 
     async fn connect(&self, builder: SqlStoreBuilder<PostgresTable>) -> PostgresStore {
@@ -166,6 +194,16 @@ impl World for Postgres {
         })
     }
 
+    async fn count(&self) -> i64 {
+        let statement = format!("SELECT count(*) FROM {}", self.table);
+        let row = self.pool.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
+        row.await.unwrap().get(0)
+    }
+
+    fn table(&self) -> &str {
+        &self.table
+    }
+
     async fn hold(&self, statement: &str) -> sqlx::PgConnection {
         let mut session = self.pool.acquire().await.unwrap().detach();
         let whole = spelled(statement, &self.table, POSTGRES_NOW);
@@ -174,10 +212,10 @@ impl World for Postgres {
         session
     }
 
-    async fn cut(&self) {
-        self.rows(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = '{t}'",
-        )
+    async fn until_waiting<T>(&self, call: &JoinHandle<T>) {
+        until("a session waits for a lock", async || {
+            self.sessions("wait_event_type = 'Lock'").await > 0 || call.is_finished()
+        })
         .await;
     }
 
@@ -197,8 +235,8 @@ impl Open for sqlx::PgConnection {
 // ===== MySQL, MariaDB =====
 
 pub struct MySql {
-    pub url: String,
-    pub table: String,
+    url: String,
+    table: String,
     pool: MySqlPool,
 }
 
@@ -206,6 +244,12 @@ const MYSQL_NOW: &str = "(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP
      + GREATEST(TIMESTAMPDIFF(MICROSECOND, NOW(6), SYSDATE(6)), 0))";
 
 impl MySql {
+    /// Whether it can limit the wait of one statement.
+    pub async fn is_mariadb(&self) -> bool {
+        let version: String = self.rows("SELECT VERSION()").await[0].get(0);
+        version.contains("MariaDB")
+    }
+
     pub async fn rows(&self, statement: &str) -> Vec<MySqlRow> {
         let whole = spelled(statement, &self.table, MYSQL_NOW);
         let rows = self.pool.fetch_all(sqlx::raw_sql(AssertSqlSafe(whole)));
@@ -230,6 +274,14 @@ impl World for MySql {
 
     fn builder(&self) -> SqlStoreBuilder<MySqlTable> {
         MySqlStore::builder(&self.table)
+    }
+
+    fn url(&self) -> &str {
+        &self.url
+    }
+
+    fn is_behind(&mut self, url: String, _: bool) {
+        self.url = url;
     }
 
     async fn connect(&self, builder: SqlStoreBuilder<MySqlTable>) -> MySqlStore {
@@ -274,6 +326,16 @@ impl World for MySql {
         })
     }
 
+    async fn count(&self) -> i64 {
+        let statement = format!("SELECT count(*) FROM {}", self.table);
+        let row = self.pool.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
+        row.await.unwrap().get(0)
+    }
+
+    fn table(&self) -> &str {
+        &self.table
+    }
+
     async fn hold(&self, statement: &str) -> sqlx::MySqlConnection {
         let mut session = self.pool.acquire().await.unwrap().detach();
         let whole = spelled(statement, &self.table, MYSQL_NOW);
@@ -284,15 +346,15 @@ impl World for MySql {
         session
     }
 
-    async fn cut(&self) {
-        // Sessions have no names here; those that last ran a statement about the table are its stores'.
-        let sessions = self
-            .rows(
-                "SELECT CAST(id AS SIGNED) FROM information_schema.processlist \
-                 WHERE id <> CONNECTION_ID() AND user = 'root'",
-            )
-            .await;
-        drop(sessions);
+    async fn until_waiting<T>(&self, call: &JoinHandle<T>) {
+        until("a session waits for a lock", async || {
+            // What is under way cannot end before the lock does. (The table of InnoDB's waits shows
+            // old news to those who ask often.)
+            let statement = "SELECT count(*) FROM information_schema.processlist \
+                             WHERE id <> CONNECTION_ID() AND info LIKE '%{t}%'";
+            self.rows(statement).await[0].get::<i64, _>(0) > 0 || call.is_finished()
+        })
+        .await;
     }
 
     async fn drop(self) {
@@ -311,7 +373,7 @@ impl Open for sqlx::MySqlConnection {
 // ===== SQLite =====
 
 pub struct Sqlite {
-    pub url: String,
+    url: String,
     dir: PathBuf,
     table: String,
     pool: SqlitePool,
@@ -329,11 +391,11 @@ impl World for Sqlite {
         let dir = std::env::temp_dir().join(unique(name));
         fs::create_dir(&dir).unwrap();
         let url = format!("sqlite://{}", dir.join("seen.db").display());
-        let store = SqliteStore::connect(&url, "seen").await.unwrap();
+        let table = unique(name);
+        let store = SqliteStore::connect(&url, &table).await.unwrap();
         store.migrate().await.unwrap();
         let pool = SqlitePoolOptions::new().max_connections(2);
         let pool = pool.connect(&url).await.unwrap();
-        let table = "seen".to_owned();
         Some(Sqlite {
             url,
             dir,
@@ -344,6 +406,14 @@ impl World for Sqlite {
 
     fn builder(&self) -> SqlStoreBuilder<SqliteTable> {
         SqliteStore::builder(&self.table)
+    }
+
+    fn url(&self) -> &str {
+        &self.url
+    }
+
+    fn is_behind(&mut self, _: String, _: bool) {
+        panic!("there is no server");
     }
 
     async fn connect(&self, builder: SqlStoreBuilder<SqliteTable>) -> SqliteStore {
@@ -391,6 +461,16 @@ impl World for Sqlite {
         })
     }
 
+    async fn count(&self) -> i64 {
+        let statement = format!("SELECT count(*) FROM {}", self.table);
+        let row = self.pool.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
+        row.await.unwrap().get(0)
+    }
+
+    fn table(&self) -> &str {
+        &self.table
+    }
+
     async fn hold(&self, statement: &str) -> sqlx::SqliteConnection {
         let mut session = self.pool.acquire().await.unwrap().detach();
         let whole = spelled(statement, &self.table, SQLITE_NOW);
@@ -400,8 +480,10 @@ impl World for Sqlite {
         session
     }
 
-    /// There is nothing to cut.
-    async fn cut(&self) {}
+    /// It cannot be seen: so long that it has begun, as a rule.
+    async fn until_waiting<T>(&self, _: &JoinHandle<T>) {
+        sleep(Duration::from_millis(100)).await;
+    }
 
     async fn drop(self) {
         self.pool.close().await;
@@ -438,4 +520,13 @@ where
         }
     }
     panic!("no connection");
+}
+
+/// Looks until it is so.
+pub async fn until(what: &str, mut so: impl AsyncFnMut() -> bool) {
+    let start = Instant::now();
+    while !so().await {
+        assert!(start.elapsed() < services::PATIENCE, "not in time: {what}");
+        sleep(Duration::from_millis(5)).await;
+    }
 }

@@ -7,6 +7,7 @@ use std::{
     future::{Future, poll_fn},
     io::{self, BufRead, BufReader, Read, Write},
     net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    os::unix::fs::MetadataExt,
     path::PathBuf,
     pin::Pin,
     process::{Child, Command, Stdio},
@@ -509,6 +510,74 @@ fn command(port: u16, words: &[&str]) -> io::Result<String> {
             Ok(String::from_utf8_lossy(&text).into_owned())
         }
         _ => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+// ===== PgBouncer =====
+
+/// PgBouncer in transaction mode in front of a PostgreSQL server, ended when dropped.
+pub struct Bouncer {
+    child: Child,
+    port: u16,
+    dir: PathBuf,
+}
+
+impl Bouncer {
+    /// In front of the server of this URL. A test that gets `None` is over.
+    pub fn start(server: &str) -> Option<Bouncer> {
+        let program = program("pgbouncer")?;
+        let server = host_and_port(server);
+        let (host, server_port) = server.rsplit_once(':').unwrap();
+        // Somebody else may take the port between the look and the start.
+        for _ in 0..10 {
+            let (port, dir) = (free_port(), env::temp_dir().join(unique("bouncer")));
+            fs::create_dir(&dir).unwrap();
+            let file = dir.join("pgbouncer.ini");
+            let text = format!(
+                "[databases]\ntest = host={host} port={server_port} dbname=test user=postgres\n[pgbouncer]\n\
+                 listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nmax_client_conn = 500\n\
+                 default_pool_size = 2\nauth_type = any\n\
+                 pool_mode = transaction\nignore_startup_parameters = extra_float_digits\n"
+            );
+            fs::write(&file, text).unwrap();
+            let mut command = Command::new(&program);
+            // It does not want to be root.
+            if fs::metadata(&dir).unwrap().uid() == 0 {
+                command.args(["-u", "nobody"]);
+            }
+            let child = command
+                .arg(&file)
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap();
+            let mut bouncer = Bouncer { child, port, dir };
+            let mut up = None;
+            wait_until("pgbouncer is up or has ended", || {
+                let listens = reachable(&bouncer.url());
+                up = match bouncer.child.try_wait().unwrap() {
+                    Some(_) => Some(false),
+                    None => listens.then_some(true),
+                };
+                up.is_some()
+            });
+            if up == Some(true) {
+                return Some(bouncer);
+            }
+        }
+        panic!("pgbouncer does not start");
+    }
+
+    pub fn url(&self) -> String {
+        format!("postgres://postgres@127.0.0.1:{}/test", self.port)
+    }
+}
+
+impl Drop for Bouncer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = fs::remove_dir_all(&self.dir);
     }
 }
 
