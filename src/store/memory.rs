@@ -28,6 +28,8 @@
 //! ```
 
 mod claims;
+#[cfg(all(test, idempotency_model))]
+mod model;
 
 use self::claims::Claims;
 use super::{Claim, ClaimStore, Lease, Owner, Store};
@@ -38,6 +40,10 @@ use crate::{
 };
 use foldhash::quality::RandomState;
 use hashbrown::{HashTable, hash_table::Entry};
+#[cfg(all(test, idempotency_model))]
+use loom::sync::{Mutex, MutexGuard};
+#[cfg(not(all(test, idempotency_model)))]
+use std::sync::{Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
     convert::Infallible,
@@ -46,7 +52,7 @@ use std::{
     hash::BuildHasher,
     mem,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
