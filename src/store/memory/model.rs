@@ -296,15 +296,20 @@ fn done_stays_done_whatever_is_released() {
     let outcomes = explore(|| {
         let world = World::new();
         assert!(world.won(1));
-        let other = world.spawn(|world| world.release(1));
+        let other = world.spawn(|world| (world.claim(2) == Claim::Done, world.release(1)));
         let held = world.complete(1);
-        let released = join(other);
+        let (done, released) = join(other);
         assert!(world.seen());
         assert_eq!(world.claim(2), Claim::Done);
-        (held, released)
+        (held, done, released)
     });
-    // Whoever came first had held it.
-    assert_eq!(outcomes, BTreeSet::from([(false, true), (true, false)]));
+    // Whoever came first had held it; what is done is held by nobody.
+    let expected = [
+        (false, false, true),
+        (true, false, false),
+        (true, true, false),
+    ];
+    assert_eq!(outcomes, BTreeSet::from(expected));
 }
 
 #[test]
@@ -312,14 +317,22 @@ fn done_stays_done_whatever_is_renewed() {
     let outcomes = explore(|| {
         let world = World::new();
         assert!(world.won(1));
-        let other = world.spawn(|world| (world.renew(1), world.claim(1) == Claim::Done));
+        let other = world.spawn(|world| {
+            let renewed = world.renew(1);
+            (renewed, world.claim(1) == Claim::Done, world.renew(1))
+        });
         assert!(world.complete(1));
         let other = join(other);
         assert!(world.seen());
         assert_eq!(world.holder(), None);
         other
     });
-    let expected = [(false, true), (true, false), (true, true)];
+    let expected = [
+        (false, true, false),
+        (true, true, false),
+        (true, false, false),
+        (true, false, true),
+    ];
     assert_eq!(outcomes, BTreeSet::from(expected));
 }
 
