@@ -142,11 +142,11 @@
 //! # }
 //! ```
 
-use crate::{
-    error::{BoxError, Operation},
-    id::MessageId,
-    store::Store,
-};
+mod claims;
+
+pub use self::claims::{ClaimStoreContract, claim_store_contract};
+
+use crate::{error::BoxError, id::MessageId, store::Store};
 use std::{
     any::Any,
     fmt,
@@ -438,28 +438,29 @@ struct Client<St> {
 
 /// A command under way.
 struct Reply<T> {
-    operation: Operation,
+    /// With its owner, where it has one.
+    command: String,
     id: MessageId,
     task: JoinHandle<Result<T, Trouble>>,
 }
 
 impl<St: Store> Client<St> {
     fn seen(&self, id: &MessageId) -> Reply<bool> {
-        self.send(Operation::Seen, id, St::seen)
+        self.send("seen", id, St::seen)
     }
 
     fn remember(&self, id: &MessageId) -> Reply<()> {
-        self.send(Operation::Remember, id, St::remember)
+        self.send("remember", id, St::remember)
     }
 
     fn forget(&self, id: &MessageId) -> Reply<()> {
-        self.send(Operation::Forget, id, St::forget)
+        self.send("forget", id, St::forget)
     }
 
     /// The future is made here and polled elsewhere.
     fn send<T: Send + 'static>(
         &self,
-        operation: Operation,
+        name: impl Into<String>,
         id: &MessageId,
         command: impl FnOnce(&St, &MessageId) -> St::Future<T>,
     ) -> Reply<T> {
@@ -471,7 +472,7 @@ impl<St: Store> Client<St> {
             }
         };
         Reply {
-            operation,
+            command: name.into(),
             id: id.clone(),
             task,
         }
@@ -480,7 +481,7 @@ impl<St: Store> Client<St> {
     /// The future is polled here first, then elsewhere.
     async fn send_moved<T: Send + 'static>(
         &self,
-        operation: Operation,
+        name: impl Into<String>,
         id: &MessageId,
         command: impl FnOnce(&St, &MessageId) -> St::Future<T>,
     ) -> Reply<T> {
@@ -491,7 +492,7 @@ impl<St: Store> Client<St> {
             Poll::Pending => tokio::spawn(future),
         };
         Reply {
-            operation,
+            command: name.into(),
             id: id.clone(),
             task,
         }
@@ -520,19 +521,22 @@ impl<T> Reply<T> {
 
     /// Any answer that is no error.
     async fn ok(self, rule: &str) -> Result<T, Breach> {
-        let (operation, id) = (self.operation, self.id.clone());
+        let (command, id) = (self.command.clone(), self.id.clone());
         self.answer()
             .await
-            .map_err(|trouble| Breach::new(rule, &id, format!("{operation} → {trouble}")))
+            .map_err(|trouble| Breach::new(rule, &id, format!("{command} → {trouble}")))
     }
 }
 
 impl Reply<bool> {
     async fn is(self, expected: bool, rule: &str) -> Result<(), Breach> {
-        let id = self.id.clone();
+        let (command, id) = (self.command.clone(), self.id.clone());
         match self.ok(rule).await? {
-            seen if seen == expected => Ok(()),
-            seen => Err(unexpected(rule, &id, seen)),
+            answer if answer == expected => Ok(()),
+            answer => {
+                let answered = format!("{command} → {answer}, not {expected}");
+                Err(Breach::new(rule, &id, answered))
+            }
         }
     }
 }
@@ -590,12 +594,11 @@ async fn clones<St: Store>(client: Client<St>) -> Result<(), Breach> {
     drop(client);
     clone.seen(one).is(true, CLONES).await?;
 
-    use Operation::{Forget, Remember, Seen};
-    let moved = clone.send_moved(Remember, other, St::remember).await;
+    let moved = clone.send_moved("remember", other, St::remember).await;
     moved.ok(MOVED).await?;
-    let moved = clone.send_moved(Seen, other, St::seen).await;
+    let moved = clone.send_moved("seen", other, St::seen).await;
     moved.is(true, MOVED).await?;
-    let moved = clone.send_moved(Forget, other, St::forget).await;
+    let moved = clone.send_moved("forget", other, St::forget).await;
     moved.ok(MOVED).await?;
     clone.seen(other).is(false, MOVED).await
 }
