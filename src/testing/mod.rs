@@ -1,4 +1,5 @@
-//! The contract of a [`Store`] as a test, for those who bring their own.
+//! The contract of a [`Store`] as a test, and that of a [`ClaimStore`](crate::ClaimStore), for those
+//! who bring their own.
 //!
 //! # What is asked of a store
 //!
@@ -139,6 +140,156 @@
 //!     .no_expiry() // its records stay for good
 //!     .check()
 //!     .await;
+//! # }
+//! ```
+//!
+//! # Claims
+//!
+//! A [`ClaimStore`](crate::ClaimStore) has four more commands, [`claim`](crate::ClaimStore::claim),
+//! [`renew`](crate::ClaimStore::renew), [`complete`](crate::ClaimStore::complete) and
+//! [`release`](crate::ClaimStore::release), and an id is free, claimed by an owner, or done:
+//!
+//! * **One wins.** Of many who claim an id at once, free or with a claim that has ended, exactly one
+//!   is told `Won`. The others are told `Busy`, and `Done` where the effect did happen.
+//! * **Claimed is not done**: not seen, and no longer claimed when the lease is over. There is no claim
+//!   without an end.
+//! * **The owner may ask again.** His own claim is won again and starts a new lease: the answer to the
+//!   first one may have been lost.
+//! * **`renew` and `release` touch what is held**: claimed, by this owner, not past its end. Elsewhere
+//!   they change nothing and answer false, however late they come.
+//! * **`complete` marks done whatever the owner**, and answers whether he held the id.
+//! * **`remember` and `forget`** work on a claimed id as on any other.
+//! * **The TTL counts from the mark**, the lease from its claim or renewal, and neither shortens or
+//!   lengthens the other.
+//!
+//! What goes wrong, beside the above:
+//!
+//! * *Taking over by two steps.* "Has it ended?" and "then it is mine" let two in. The condition
+//!   belongs into the statement that writes.
+//! * *`release` as a plain delete.* It comes late, when the lease is over and another holds the id, or
+//!   when the message is done, and drops the record of that.
+//! * *`renew` as a plain update*, which brings back what has ended or makes done claimed again.
+//! * *`complete` for the owner alone.* The effect happened. Without the mark it happens once more.
+//! * *A done record that keeps the time of its claim*: it is forgotten with the lease, or the TTL has
+//!   begun with the claim and is over when the handler is.
+//! * *Affected rows.* Some databases count rows that were found, others those that changed. The answer
+//!   is whose claim is there afterwards.
+//!
+//! [`claim_store_contract`] has it as a test, in addition to [`store_contract`]. It takes some seconds
+//! of real time as well.
+//!
+//! ```
+//! use std::{
+//!     collections::HashMap,
+//!     convert::Infallible,
+//!     future::{Ready, ready},
+//!     sync::{Arc, Mutex},
+//!     time::{Duration, Instant},
+//! };
+//! use tower_idempotency::{
+//!     Claim, ClaimStore, Lease, MessageId, Owner, Store, testing::claim_store_contract,
+//! };
+//!
+//! #[derive(Clone)]
+//! struct MyStore {
+//!     ttl: Duration,
+//!     record: Arc<Mutex<HashMap<MessageId, Entry>>>,
+//! }
+//!
+//! #[derive(Clone, Copy)]
+//! struct Entry {
+//!     /// Who holds it; nobody holds what is done.
+//!     owner: Option<Owner>,
+//!     /// `None` is never.
+//!     end: Option<Instant>,
+//! }
+//!
+//! impl MyStore {
+//!     /// One atomic step: what is recorded of an id, if that still counts, and what is from now on.
+//!     fn step<T>(
+//!         &self,
+//!         id: &MessageId,
+//!         step: impl FnOnce(&mut Option<Entry>) -> T,
+//!     ) -> Ready<Result<T, Infallible>> {
+//!         let mut record = self.record.lock().unwrap();
+//!         let alive = |it: &Entry| it.end.is_none_or(|end| Instant::now() < end);
+//!         let mut entry = record.remove(id).filter(alive);
+//!         let answer = step(&mut entry);
+//!         if let Some(entry) = entry {
+//!             record.insert(id.clone(), entry);
+//!         }
+//!         ready(Ok(answer))
+//!     }
+//!
+//!     fn done(&self) -> Option<Entry> {
+//!         Some(Entry { owner: None, end: Instant::now().checked_add(self.ttl) })
+//!     }
+//! }
+//!
+//! fn held(owner: Owner, lease: Lease) -> Option<Entry> {
+//!     Some(Entry { owner: Some(owner), end: Some(Instant::now() + lease.length()) })
+//! }
+//!
+//! impl Store for MyStore {
+//!     type Error = Infallible;
+//!     type Future<T: Send + 'static> = Ready<Result<T, Infallible>>;
+//!
+//!     fn seen(&self, id: &MessageId) -> Self::Future<bool> {
+//!         self.step(id, |entry| entry.is_some_and(|it| it.owner.is_none()))
+//!     }
+//!
+//!     fn remember(&self, id: &MessageId) -> Self::Future<()> {
+//!         self.step(id, |entry| *entry = self.done())
+//!     }
+//!
+//!     fn forget(&self, id: &MessageId) -> Self::Future<()> {
+//!         self.step(id, |entry| *entry = None)
+//!     }
+//! }
+//!
+//! impl ClaimStore for MyStore {
+//!     fn claim(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<Claim> {
+//!         self.step(id, |entry| match *entry {
+//!             Some(Entry { owner: None, .. }) => Claim::Done,
+//!             Some(Entry { owner: Some(other), end: Some(end) }) if other != owner => {
+//!                 let left = end.saturating_duration_since(Instant::now());
+//!                 Claim::Busy { retry_after: left.max(Duration::from_millis(1)) }
+//!             }
+//!             _ => {
+//!                 *entry = held(owner, lease);
+//!                 Claim::Won
+//!             }
+//!         })
+//!     }
+//!
+//!     fn renew(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<bool> {
+//!         self.step(id, |entry| match entry {
+//!             Some(it) if it.owner == Some(owner) => {
+//!                 *entry = held(owner, lease);
+//!                 true
+//!             }
+//!             _ => false,
+//!         })
+//!     }
+//!
+//!     fn complete(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
+//!         self.step(id, |entry| {
+//!             let before = std::mem::replace(entry, self.done());
+//!             before.is_some_and(|it| it.owner == Some(owner))
+//!         })
+//!     }
+//!
+//!     fn release(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
+//!         self.step(id, |entry| {
+//!             entry.take_if(|it| it.owner == Some(owner)).is_some()
+//!         })
+//!     }
+//! }
+//!
+//! // In a test: #[tokio::test(flavor = "multi_thread")]
+//! # #[tokio::main]
+//! # async fn main() {
+//! claim_store_contract(async |ttl| MyStore { ttl, record: Arc::default() }).await;
 //! # }
 //! ```
 
