@@ -518,7 +518,7 @@ async fn endless<W: World>(world: Option<W>) {
         let claim = store.claim(&id(key), ME, long()).await.unwrap();
         let retry_after = long().length();
         assert_eq!(claim, Claim::Busy { retry_after });
-        assert_eq!(log.warnings(&world.table()), 1);
+        assert_eq!(log.warnings(world.table()), 1);
         assert!(!store.seen(&id(key)).await.unwrap());
         assert!(store.release(&id(key), ME).await.is_ok_and(|held| !held));
         assert_eq!(world.stored(key).await.unwrap().expires_at, None);
@@ -1047,9 +1047,9 @@ mod in_postgres {
             let builder = world.builder().response_timeout(PATIENCE);
             let store = builder.pool(pool).unwrap();
             store.seen(&id("nobody")).await.unwrap();
-            let winner = race(&[store.clone()], level).await;
+            let winner = race(std::slice::from_ref(&store), level).await;
             world.expire(level).await;
-            assert_ne!(race(&[store.clone()], level).await, winner);
+            assert_ne!(race(std::slice::from_ref(&store), level).await, winner);
         }
         world.drop().await;
     }
