@@ -610,6 +610,11 @@ fn hold(layer: &ClaimLayer<FaultStore>, id: &str) -> Held {
     call
 }
 
+fn hold_on(runtime: &Runtime, layer: &ClaimLayer<FaultStore>, id: &str) -> Held {
+    let _entered = runtime.enter();
+    hold(layer, id)
+}
+
 #[tokio::test(start_paused = true)]
 async fn one_task_serves_a_layer_and_its_clones_and_ends_when_there_is_nothing_to_do() {
     let store = FaultStore::timed([]);
@@ -796,13 +801,13 @@ fn renewals_go_on_where_a_runtime_does_when_another_one_ends() {
     let layer = layer.claim(Lease::new(SECOND).unwrap());
     let (first, second) = (worker(), worker());
     // The first claim starts the task, which so is on the first runtime.
-    let call = first.block_on(async { hold(&layer, "a") });
-    let held = second.block_on(async { hold(&layer, "b") });
+    let call = hold_on(&first, &layer, "a");
+    let held = hold_on(&second, &layer, "b");
     let owner = store.sent(Claims)[1].owner;
     until("a renewal", || renewals(&store).contains_key(&owner));
     drop(first);
     drop(call);
-    let _late = second.block_on(async { hold(&layer, "c") });
+    let _late = hold_on(&second, &layer, "c");
     let late = store.sent(Claims)[2].owner;
     let before = renewals(&store)[&owner];
     until("renewals of both", || {
@@ -819,11 +824,11 @@ fn renewals_go_on_when_nobody_drives_the_runtime_of_the_task() {
     let (layer, _) = layer(store.clone());
     let layer = layer.claim(Lease::new(SECOND).unwrap());
     let still = Builder::new_current_thread().enable_all().build().unwrap();
-    let _call = still.block_on(async { hold(&layer, "a") });
+    let _call = hold_on(&still, &layer, "a");
     // A while after it should have looked again.
     std::thread::sleep(SECOND);
     let driven = worker();
-    let _held = driven.block_on(async { hold(&layer, "b") });
+    let _held = hold_on(&driven, &layer, "b");
     until("renewals of both", || {
         let renewals = renewals(&store);
         renewals.len() == 2 && renewals.values().all(|&times| times > 2)

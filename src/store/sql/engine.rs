@@ -171,8 +171,9 @@ pub trait Backend: Sized + Send + Sync + 'static {
         patience: Duration,
     ) -> impl Future<Output = Result<Vec<bool>, BackendError>> + Send;
 
-    /// One step on the claim of an id. A claim that waited for a lock as long as `patience` says is
-    /// answered with [`Held::Busy`]; of the other steps that is an error.
+    /// One step on the claim of an id. A claim that waited for a lock as long as `patience` says (on
+    /// SQLite, as long as the connection waits) is answered with [`Held::Busy`]; of the other steps that
+    /// is an error.
     fn hold(
         &self,
         connection: &mut <Self::Db as Database>::Connection,
@@ -234,7 +235,9 @@ pub(super) fn no_connection<B: Backend>(error: sqlx::Error) -> BackendError {
 /// Refuses a URL of another kind of database, which would be tried in vain, without showing it.
 pub(super) fn expect_scheme(url: &str, expected: &'static str) -> Result<(), ConfigError> {
     let scheme = url.split(':').next().unwrap_or_default();
-    if url.contains(':') && expected.split(" or ").any(|good| good == scheme) {
+    // Without the slashes sqlx would go to this host, and take what follows for a database.
+    let whole = scheme == "sqlite" || url[scheme.len()..].starts_with("://");
+    if url.contains(':') && whole && expected.split(" or ").any(|good| good == scheme) {
         return Ok(());
     }
     Err(ConfigError::new("url", "of another kind", expected))

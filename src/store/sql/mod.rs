@@ -36,10 +36,10 @@
 //!
 //! # Claims
 //!
-//! A claim waits for what another session has locked, a row or the file of SQLite, for a second, or
-//! for half of the [`response_timeout`](SqlStoreBuilder::response_timeout) if that is less; then somebody
-//! is busy with the message. MySQL, other than MariaDB, has no such limit for one statement: there it
-//! waits as long as `innodb_lock_wait_timeout` of the session says. On PostgreSQL a claim that is not won
+//! A claim waits for a row that another session has locked for a second, or for half of the
+//! [`response_timeout`](SqlStoreBuilder::response_timeout) if that is less; then somebody is busy with the
+//! message. MySQL, other than MariaDB, has no such limit for one statement: there it waits as long as
+//! `innodb_lock_wait_timeout` of the session says, and on SQLite as long as the `busy_timeout`. On PostgreSQL a claim that is not won
 //! writes nothing.
 //!
 //! Renewals have one connection of their own beside the pool, which is opened with the options of the

@@ -156,23 +156,43 @@ impl PostgresTable {
                     "((r.state = 'claimed' AND r.owner = $2::text) OR r.expires_at <= {NOW}) IS TRUE"
                 );
                 format!(
-                    "{}, found AS MATERIALIZED (SELECT CASE r.state WHEN 'done' THEN 'done' ELSE                      concat('busy ', r.expires_at - {NOW}) END AS state                      FROM {name} AS r WHERE r.message_id = $1::text AND NOT {free}),                      won AS (INSERT INTO {name} AS r (message_id, state, owner, since, expires_at)                      SELECT $1::text, 'claimed', $2::text, {NOW}, {NOW} + $4::bigint FROM bound                      WHERE $5::text = 'claim {identity}' AND NOT EXISTS (SELECT 1 FROM found)                      ON CONFLICT (message_id) DO UPDATE SET state = 'claimed', owner = $2::text,                      since = {NOW}, expires_at = {NOW} + $4::bigint WHERE {free} RETURNING 'yes'::text AS state)                      SELECT COALESCE((SELECT state FROM won), (SELECT state FROM found)),                      $5::text = 'claim {identity}'",
+                    "{}, found AS MATERIALIZED (SELECT CASE r.state WHEN 'done' THEN 'done' ELSE \
+                     concat('busy ', r.expires_at - {NOW}) END AS state \
+                     FROM {name} AS r WHERE r.message_id = $1::text AND NOT {free}), \
+                     won AS (INSERT INTO {name} AS r (message_id, state, owner, since, expires_at) \
+                     SELECT $1::text, 'claimed', $2::text, {NOW}, {NOW} + $4::bigint FROM bound \
+                     WHERE $5::text = 'claim {identity}' AND NOT EXISTS (SELECT 1 FROM found) \
+                     ON CONFLICT (message_id) DO UPDATE SET state = 'claimed', owner = $2::text, \
+                     since = {NOW}, expires_at = {NOW} + $4::bigint WHERE {free} RETURNING 'yes'::text AS state) \
+                     SELECT COALESCE((SELECT state FROM won), (SELECT state FROM found)), \
+                     $5::text = 'claim {identity}'",
                     bound("$3")
                 )
                 .into()
             },
             renew: format!(
-                "{}, held AS (UPDATE {name} AS r SET expires_at = {NOW} + $4::bigint FROM bound                  WHERE {mine} AND $5::text = 'renew {identity}' RETURNING 'yes'::text AS state)                  SELECT COALESCE((SELECT state FROM held), 'no'), $5::text = 'renew {identity}'",
+                "{}, held AS (UPDATE {name} AS r SET expires_at = {NOW} + $4::bigint FROM bound \
+                     WHERE {mine} AND $5::text = 'renew {identity}' RETURNING 'yes'::text AS state) \
+                     SELECT COALESCE((SELECT state FROM held), 'no'), $5::text = 'renew {identity}'",
                 bound("$3")
             )
             .into(),
             complete: format!(
-                "{}, done AS (INSERT INTO {name} AS r (message_id, state, owner, since, expires_at)                  SELECT $1::text, 'done', NULL, {NOW}, {NOW} + $4::bigint FROM bound                  WHERE $5::text = 'complete {identity}'                  ON CONFLICT (message_id) DO UPDATE SET state = 'done', owner = CASE WHEN r.owner = $2::text                  AND (r.state = 'done' OR r.expires_at > {NOW}) THEN $2::text END, since = {NOW},                  expires_at = {NOW} + $4::bigint RETURNING owner)                  SELECT CASE WHEN (SELECT owner FROM done) IS NULL THEN 'no' ELSE 'yes' END,                  $5::text = 'complete {identity}'",
+                "{}, done AS (INSERT INTO {name} AS r (message_id, state, owner, since, expires_at) \
+                     SELECT $1::text, 'done', NULL, {NOW}, {NOW} + $4::bigint FROM bound \
+                     WHERE $5::text = 'complete {identity}' \
+                     ON CONFLICT (message_id) DO UPDATE SET state = 'done', owner = CASE WHEN r.owner = $2::text \
+                     AND (r.state = 'done' OR r.expires_at > {NOW}) THEN $2::text END, since = {NOW}, \
+                     expires_at = {NOW} + $4::bigint RETURNING owner) \
+                     SELECT CASE WHEN (SELECT owner FROM done) IS NULL THEN 'no' ELSE 'yes' END, \
+                     $5::text = 'complete {identity}'",
                 bound("$3")
             )
             .into(),
             release: format!(
-                "{}, gone AS (DELETE FROM {name} AS r USING bound                  WHERE {mine} AND $4::text = 'release {identity}' RETURNING 'yes'::text AS state)                  SELECT COALESCE((SELECT state FROM gone), 'no'), $4::text = 'release {identity}'",
+                "{}, gone AS (DELETE FROM {name} AS r USING bound \
+                     WHERE {mine} AND $4::text = 'release {identity}' RETURNING 'yes'::text AS state) \
+                     SELECT COALESCE((SELECT state FROM gone), 'no'), $4::text = 'release {identity}'",
                 bound("$3")
             )
             .into(),

@@ -65,37 +65,6 @@ impl SqliteTable {
     }
 }
 
-impl SqliteTable {
-    /// A claim that waits no longer than that for the file; what the connection waits otherwise is
-    /// set again.
-    async fn claim(
-        &self,
-        connection: &mut SqliteConnection,
-        key: &str,
-        owner: &str,
-        lease: i64,
-        patience: Duration,
-    ) -> Result<Held, sqlx::Error> {
-        let wait = patience.as_millis() as i64;
-        let before = connection.fetch_one("PRAGMA busy_timeout").await?;
-        let before: i64 = before.try_get(0)?;
-        if before > wait {
-            wait_for_locks(connection, wait).await?;
-        }
-        let query = sqlx::query(AssertSqlSafe(self.claim.clone()));
-        let query = query.bind(key).bind(owner).bind(lease);
-        // To the end: a row is answered before its statement is committed.
-        let rows = query.fetch_all(&mut *connection).await;
-        if before > wait {
-            wait_for_locks(connection, before).await?;
-        }
-        match rows?.first() {
-            Some(row) => held(row, owner),
-            None => Ok(Held::Again),
-        }
-    }
-}
-
 /// What a row says after a claim: its state, its owner, and how much is left.
 fn held(row: &SqliteRow, me: &str) -> Result<Held, sqlx::Error> {
     let (state, owner, left): (String, Option<String>, Option<i64>) =
@@ -372,30 +341,30 @@ impl Backend for SqliteTable {
         patience: Duration,
     ) -> Result<Held, BackendError> {
         let (statement, last) = match hold {
-            Hold::Claim { lease } => {
-                let claimed = self.claim(connection, key, owner, lease, patience).await;
-                return match claimed {
-                    Ok(held) => Ok(held),
-                    // Somebody has locked the file for longer than was waited.
-                    Err(error) if is_busy(&error) => Ok(Held::Busy(Some(patience))),
-                    Err(error) => Err(self.explained(error, connection).await),
-                };
-            }
+            Hold::Claim { lease } => (&self.claim, Some(lease)),
             Hold::Renew { lease } => (&self.renew, Some(lease)),
             Hold::Complete => (&self.complete, self.ttl.micros()),
             Hold::Release => (&self.release, None),
         };
+        let claims = matches!(hold, Hold::Claim { .. });
         let query = sqlx::query(AssertSqlSafe(statement.clone()));
         let query = query.bind(key).bind(owner).bind(last);
         // To the end: a row is answered before its statement is committed.
-        match query.fetch_all(&mut *connection).await {
-            Ok(rows) => match rows.first().map(|row| row.try_get(0)) {
-                Some(Ok(true)) => Ok(Held::Yes),
-                Some(Ok(false)) | None => Ok(Held::No),
-                Some(Err(error)) => Err(failed::<Self>(error)),
-            },
-            Err(error) => Err(self.explained(error, connection).await),
-        }
+        let rows = match query.fetch_all(&mut *connection).await {
+            Ok(rows) => rows,
+            // Somebody has locked the file for longer than the connection waits.
+            Err(error) if claims && is_busy(&error) => return Ok(Held::Busy(Some(patience))),
+            Err(error) => return Err(self.explained(error, connection).await),
+        };
+        let held = match rows.first() {
+            Some(row) if claims => held(row, owner),
+            Some(row) => row
+                .try_get(0)
+                .map(|yes| if yes { Held::Yes } else { Held::No }),
+            None if claims => Ok(Held::Again),
+            None => Ok(Held::No),
+        };
+        held.map_err(failed::<Self>)
     }
 
     async fn settle(
@@ -403,7 +372,9 @@ impl Backend for SqliteTable {
         session: &mut SqliteConnection,
         patience: Duration,
     ) -> Result<(), sqlx::Error> {
-        wait_for_locks(session, patience.as_millis() as i64).await
+        let set = format!("PRAGMA busy_timeout = {}", patience.as_millis());
+        let set = session.execute(sqlx::raw_sql(AssertSqlSafe(set)));
+        set.await.map(drop)
     }
 }
 
@@ -412,13 +383,6 @@ fn is_busy(error: &sqlx::Error) -> bool {
     let code = error.as_database_error().and_then(DatabaseError::code);
     let code = code.and_then(|code| code.parse::<i32>().ok());
     code.is_some_and(|code| code & 0xff == 5)
-}
-
-/// In milliseconds.
-async fn wait_for_locks(connection: &mut SqliteConnection, wait: i64) -> Result<(), sqlx::Error> {
-    let set = format!("PRAGMA busy_timeout = {wait}");
-    let set = connection.execute(sqlx::raw_sql(AssertSqlSafe(set)));
-    set.await.map(drop)
 }
 
 /// The ids as one parameter.
