@@ -810,6 +810,14 @@ async fn costs<W: World>(world: Option<W>, new: usize, duplicate: usize) {
         );
     }
     assert_eq!(log.statements(&table), 3 * duplicate);
+    // Nor is more needed where somebody else's record is over.
+    for state in ["done", "claimed"] {
+        world.expire("a").await;
+        let log = statements::log();
+        let claim = store.claim(&id("a"), Owner::random(), long()).await;
+        assert_eq!(claim.unwrap(), Claim::Won);
+        assert_eq!(log.statements(&table), duplicate, "{state}");
+    }
     world.drop().await;
 }
 
@@ -1165,7 +1173,10 @@ mod in_mysql {
                 assert_eq!(store.claim(&a, ME, long()).await.unwrap(), Claim::Done);
                 world.expire("a").await;
                 let step = Step::begin(&world).await;
+                let log = statements::log();
                 assert_eq!(store.claim(&a, OTHER, long()).await.unwrap(), Claim::Won);
+                // To be written and read back, once.
+                assert_eq!(log.statements(world.table()), 2, "{mode}");
                 step.wrote(&world, "a", "claimed", hex(OTHER), LONG).await;
                 assert!(store.release(&a, OTHER).await.unwrap());
                 let found = "SELECT @@innodb_lock_wait_timeout, @@lock_wait_timeout, CAST(@@sql_mode AS CHAR)";
@@ -1246,18 +1257,31 @@ mod in_sqlite {
         costs(Sqlite::open("claim_costs").await, 2, 1).await;
     }
 
-    /// Such as one in memory, or in a file that is attached.
     #[tokio::test]
     async fn a_table_that_only_the_pool_finds_is_renewed_over_the_pool() {
-        let pool = sqlx::sqlite::SqlitePoolOptions::new().max_connections(1);
-        let pool = pool.connect("sqlite::memory:").await.unwrap();
-        let builder = tower_idempotency::SqliteStore::builder("seen");
+        let Some(world) = Sqlite::open("claim_attached").await else {
+            return;
+        };
+        let file = world.url().trim_start_matches("sqlite://").to_owned();
+        let pool = sqlx::sqlite::SqlitePoolOptions::new()
+            .max_connections(1)
+            .after_connect(move |session, _| {
+                let attach = format!("ATTACH '{file}' AS side");
+                let attach = sqlx::raw_sql(sqlx::AssertSqlSafe(attach));
+                Box::pin(async move { session.execute(attach).await.map(drop) })
+            })
+            .connect(&world.url().replace("seen.db", "main.db?mode=rwc"))
+            .await
+            .unwrap();
+        let table = format!("side.{}", world.table());
+        let builder = tower_idempotency::SqliteStore::builder(&table);
         let store = builder.pool(pool).unwrap();
-        store.migrate().await.unwrap();
         store.claim(&id("a"), ME, long()).await.unwrap();
         for _ in 0..3 {
             assert!(store.renew(&id("a"), ME, long()).await.unwrap());
             assert!(!store.renew(&id("b"), ME, long()).await.unwrap());
         }
+        drop(store);
+        world.drop().await;
     }
 }
