@@ -362,7 +362,7 @@ impl<B: Backend> Ask<B> for Holding {
         let begun = Instant::now();
         let mut pause = FIRST_PAUSE;
         for tries in 1..=CLAIM_TRIES {
-            let left = patience.saturating_sub(begun.elapsed());
+            let left = patience.saturating_sub(begun.elapsed()).max(FIRST_PAUSE);
             let step = backend.hold(connection, self.hold, &self.key, &self.owner, left);
             match step.await? {
                 Held::Again if begun.elapsed() >= patience => break,
@@ -460,17 +460,18 @@ impl<B: Backend> Core<B> {
         let held = self.hold(Hold::Claim { lease: micros }, id, owner);
         let core = self.clone();
         Box::pin(async move {
-            Ok(match held.await? {
-                Held::Yes => Claim::Won,
-                Held::Done => Claim::Done,
-                Held::Busy(Some(left)) => Claim::Busy { retry_after: left },
-                Held::Busy(None) | Held::No | Held::Again => {
+            let retry_after = match held.await? {
+                Held::Yes => return Ok(Claim::Won),
+                Held::Done => return Ok(Claim::Done),
+                Held::Busy(Some(left)) => left,
+                Held::Busy(None) => {
                     core.endless();
-                    Claim::Busy {
-                        retry_after: lease.length(),
-                    }
+                    lease.length()
                 }
-            })
+                // Not what a claim is answered.
+                Held::No | Held::Again => FIRST_PAUSE,
+            };
+            Ok(Claim::Busy { retry_after })
         })
     }
 

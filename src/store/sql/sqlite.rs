@@ -247,7 +247,15 @@ impl Backend for SqliteTable {
     }
 
     async fn check(&self, connection: &mut SqliteConnection) -> Result<Column, BackendError> {
-        let found = columns(connection, &self.table).await?;
+        let found = match columns(connection, &self.table).await {
+            // The file of this name is not attached here.
+            Err(error)
+                if self.table.schema().is_some() && error.kind() == BackendErrorKind::Other =>
+            {
+                return Err(missing(&self.table, self.layout));
+            }
+            found => found?,
+        };
         if found.is_empty() {
             return Err(missing(&self.table, self.layout));
         }
