@@ -152,6 +152,7 @@ async fn of_two_copies_one_runs_and_the_other_is_parked() {
     one.unwrap();
     assert_eq!(parked(&error.unwrap_err()).id(), &MessageId::from("a"));
     deliver(&mut other, envelope("a")).await.unwrap();
+    layer.drained().await;
     assert_eq!(handler.runs(), 1);
     assert_eq!(events.all(), ["parked a", "ran a", "duplicate a"]);
     // A new message costs two commands, a duplicate one. Each call is somebody of its own.
@@ -975,14 +976,16 @@ async fn a_waiter_whose_service_broke_gives_its_claim_back() {
         let (layer, events) = claiming(&store);
         let (inner, gate) = Turnstile::new(&handler);
         let mut service = layer.clone().wait(30 * SECOND).layer(inner);
-        let waiter = tokio::spawn(service.ready().await.unwrap().call(envelope("a")));
-        tokio::task::yield_now().await;
+        let mut call = Box::pin(service.ready().await.unwrap().call(envelope("a")));
         *gate.lock().unwrap() = broken;
-        match waiter.await {
-            Ok(answer) => assert!(answer.unwrap_err().is::<Declined>()),
-            Err(error) => assert!(broken == Gate::Panics && error.is_panic()),
+        if broken == Gate::Panics {
+            assert!(tokio::spawn(call).await.unwrap_err().is_panic());
+            layer.drained().await;
+        } else {
+            // Before the error is returned.
+            let error = call.as_mut().await.unwrap_err();
+            assert!(error.is::<Declined>());
         }
-        layer.drained().await;
         assert_eq!(commands(&store).last(), Some(&Release));
         assert_eq!(store.standing("a"), Standing::Free);
         assert_eq!((handler.runs(), events.all()), (0, vec![]));
