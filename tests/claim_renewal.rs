@@ -452,6 +452,24 @@ async fn the_lease_counts_from_before_the_renewal_was_sent() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_lease_counts_from_when_it_was_taken_again() {
+    // The renewal that found nothing took most of a second; the claim after it begins a lease.
+    let store = FaultStore::timed([(Renew, Before, Wait(950 * MILLI))]);
+    renewals_fail(&store);
+    let (layer, events) = claiming(&store);
+    let running = start(&layer, "a", Do::Hang).await;
+    sleep(SECOND).await;
+    store.forgets("a");
+    sleep(SECOND).await;
+    let end = store.sent(Claims)[1].at + 3 * SECOND;
+    sleep_until(end - 3 * MILLI).await;
+    assert_eq!(events.all(), NOTHING);
+    sleep_until(end + SECOND / 4 + 3 * MILLI).await;
+    assert_eq!(events.all(), ["lease_lost a"]);
+    running.abort();
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_mark_of_a_first_one_ends_the_claim_of_the_second() {
     let (one, other) = {
         let store = FaultStore::timed([]);
@@ -764,6 +782,20 @@ async fn claims_that_hang_hold_up_no_others() {
     }
     assert_eq!(events.all(), NOTHING);
     drop(calls);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_has_left_before_its_turn_is_not_renewed() {
+    // More are due than are renewed at once.
+    let store = FaultStore::timed([(Renew, Before, Hang); 100]);
+    let (layer, _) = claiming(&store);
+    let calls: Vec<_> = (0..100).map(|n| hold(&layer, &n.to_string())).collect();
+    sleep(SECOND).await;
+    assert_eq!(store.sent(Renew).len(), 64);
+    drop(calls);
+    sleep(10 * SECOND).await;
+    assert_eq!(store.sent(Renew).len(), 64);
+    assert_eq!(tasks(), 0);
 }
 
 // ===== runtimes that end =====
