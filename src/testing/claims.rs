@@ -480,10 +480,11 @@ impl<St: ClaimStore> Followed<St> {
 
     /// Whether the record is what the command before has made it, by that command's rule.
     async fn look(&mut self, rule: &str) -> Result<(), Breach> {
-        for command in [Seen, Renew(A), Renew(B), Command::Claim(C)] {
-            self.send(command, Some(rule)).await?;
+        self.send(Seen, Some(rule)).await?;
+        if let State::Claimed(holder) = self.state {
+            self.send(Renew(holder), Some(rule)).await?;
         }
-        Ok(())
+        self.send(Command::Claim(C), Some(rule)).await
     }
 
     fn history(&self) -> String {
@@ -790,14 +791,14 @@ async fn exact_ids<St: ClaimStore>(
         }
     }
     let (even, odd): (Vec<_>, Vec<_>) = claims.iter().cloned().partition(|it| it.even);
-    let renew = |it: &Owned| client.renew(&it.id, it.owner, LONG);
     let release = |it: &Owned| client.release(&it.id, it.owner);
+    let complete = |it: &Owned| client.complete(&it.id, it.owner);
     each(&even, release, |_| true).await?;
-    each(&odd, renew, |_| true).await?;
-    win(client, &even).await?;
+    claimed(client, &odd, A, Answer::Busy).await?;
+    claimed(client, &even, A, Answer::Won).await?;
     each(&odd, release, |_| true).await?;
-    each(&even, renew, |_| true).await?;
-    each(&odd, |it| client.complete(&it.id, it.owner), |_| false).await?;
+    claimed(client, &even, B, Answer::Busy).await?;
+    each(&odd, complete, |_| false).await?;
     each(&claims, |it| client.seen(&it.id), |it| !it.even).await?;
 
     // What it cannot hold does no harm to what it holds.
@@ -845,8 +846,7 @@ async fn exact_ids<St: ClaimStore>(
     let claims: Vec<_> = claims.iter().map(harm).collect();
     each(&claims, |it| client.seen(&it.id), |it| !it.even).await?;
     let even: Vec<_> = claims.into_iter().filter(|it| it.even).collect();
-    let renew = |it: &Owned| client.renew(&it.id, it.owner, LONG);
-    each(&even, renew, |_| true).await
+    claimed(client, &even, B, Answer::Busy).await
 }
 
 #[derive(Clone)]
@@ -871,12 +871,17 @@ async fn each(
     Ok(())
 }
 
-async fn win<St: ClaimStore>(client: &Client<St>, claims: &[Owned]) -> Result<(), Breach> {
+async fn claimed<St: ClaimStore>(
+    client: &Client<St>,
+    claims: &[Owned],
+    owner: Owner,
+    expected: Answer,
+) -> Result<(), Breach> {
     for chunk in claims.chunks(AT_ONCE) {
-        let claim = |it: &Owned| client.claim(&it.id, it.owner, LONG);
+        let claim = |it: &Owned| client.claim(&it.id, owner, LONG);
         let replies: Vec<_> = chunk.iter().map(claim).collect();
         for (it, reply) in chunk.iter().zip(replies) {
-            reply.is(Answer::Won, &it.rule).await?;
+            reply.is(expected, &it.rule).await?;
         }
     }
     Ok(())
