@@ -172,6 +172,7 @@ enum Fault {
     TtlForLease,
     TtlFromClaim,
     ExpiredIsDone,
+    ExpiredIsDoneUntilAsked,
     ExpiredIsRenewed,
     DoneNeverExpires,
     IsSlowAtFirst,
@@ -348,7 +349,9 @@ impl Faulty {
                     return BUSY;
                 }
                 (Some(Claimed { .. }), EndedIsDone) => return Ok(Claim::Done),
-                (Some(Done { .. }), ExpiredIsDone) => return Ok(Claim::Done),
+                (Some(Done { .. }), ExpiredIsDone | ExpiredIsDoneUntilAsked) => {
+                    return Ok(Claim::Done);
+                }
                 (Some(Claimed { .. }), TakenOverForGood) => end = None,
                 _ => {}
             },
@@ -401,7 +404,12 @@ impl Faulty {
         };
         let did = matches!(entry, Some(Done { by: Some(by), .. }) if mine(by));
         match command {
-            Command::Seen => Ok(is_done || fault == ClaimedIsSeen && is_claimed),
+            Command::Seen => {
+                if fault == ExpiredIsDoneUntilAsked {
+                    record.retain(|_, entry| Self::alive(Some(*entry)).is_some());
+                }
+                Ok(is_done || fault == ClaimedIsSeen && is_claimed)
+            }
             Command::Forget => {
                 let leaves = match fault {
                     ForgetLeavesTheClaim => is_claimed,
@@ -782,6 +790,7 @@ async fn what_is_done() {
             &["the TTL counts from when an id was marked done"],
         ),
         (ExpiredIsDone, &[EXPIRED, "→ Done, not Won"]),
+        (ExpiredIsDoneUntilAsked, &[EXPIRED, "→ Done, not Won"]),
         (ExpiredIsRenewed, &[EXPIRED, RENEW_NOT]),
         (
             DoneNeverExpires,

@@ -217,11 +217,13 @@ impl<M> ClaimStoreContract<M> {
         let mut length = SHORT;
         for _ in 0..TRIES {
             let (lasting, expiring) = (self.open(LONG).await, self.open(length).await);
+            let quiet = self.open(length).await;
             let mut watches = Vec::new();
             for (at, watched) in watched.iter().enumerate() {
-                let client = match watched.needs_ttl() {
-                    true => &expiring,
-                    false => &lasting,
+                let client = match watched {
+                    Watched::Unasked => &quiet,
+                    _ if watched.needs_ttl() => &expiring,
+                    _ => &lasting,
                 };
                 watches.push(watched.watch(client.clone(), 100 * (at + 1), length));
             }
@@ -1181,6 +1183,8 @@ enum Watched {
     Ended(Command),
     /// A command on what is past its TTL.
     Expired(Command),
+    /// A claim of what is past its TTL, in a record that nobody asked since.
+    Unasked,
     /// Many claims on one that has ended, while its owner completes it or does nothing.
     Race { completed: bool },
     /// The shortest lease.
@@ -1218,13 +1222,17 @@ impl Watched {
         all.extend([Complete(A), Remember].map(Watched::Ttl));
         all.extend(Command::by(&[A, B]).into_iter().map(Watched::Ended));
         all.extend(Command::by(&[A, B]).into_iter().map(Watched::Expired));
+        all.push(Watched::Unasked);
         all.extend([false, true].map(|completed| Watched::Race { completed }));
         all.push(Watched::Shortest);
         all
     }
 
     fn needs_ttl(&self) -> bool {
-        matches!(self, Watched::Ttl(_) | Watched::Expired(_))
+        matches!(
+            self,
+            Watched::Ttl(_) | Watched::Expired(_) | Watched::Unasked
+        )
     }
 
     /// On ids from `number` on; `length` is that of the lease, or of the TTL.
@@ -1235,6 +1243,7 @@ impl Watched {
             Watched::Ttl(command) => Box::pin(life(client, id(number), length, command)),
             Watched::Ended(command) => Box::pin(ended(client, number, length, command)),
             Watched::Expired(command) => Box::pin(expired(client, number, length, command)),
+            Watched::Unasked => Box::pin(unasked(client, id(number), length)),
             Watched::Race { completed } => Box::pin(race_at_end(client, number, length, completed)),
             Watched::Shortest => Box::pin(shortest(client, id(number))),
         }
@@ -1590,4 +1599,25 @@ async fn expired<St: ClaimStore>(
             &[Answer::True],
         )),
     }
+}
+
+/// Leaves a done record alone until its end, since some stores look after it when they are asked for it,
+/// then claims it.
+async fn unasked<St: ClaimStore>(
+    client: Client<St>,
+    id: MessageId,
+    ttl: Duration,
+) -> Result<bool, Breach> {
+    client.complete(&id, A).is(false, COMPLETE_NOT).await?;
+    let rule = format!("{AFTER_TTL}, {WON}");
+    let mut answer = Answer::Done;
+    for patience in patience(ttl) {
+        sleep(patience).await;
+        answer = client.claim(&id, B, LONG).told(&rule, LONG).await?;
+        if answer == Answer::Won {
+            return Ok(true);
+        }
+    }
+    let command = Command::Claim(B);
+    Err(unlike(&rule, &id, command, answer, &[Answer::Won]))
 }
