@@ -2,7 +2,7 @@
 
 use super::{
     AT_ONCE, BYTES, Breach, Client, EXPIRES, LONG, MOVED, NO_HARM, Reply, SHORT, TOGETHER, TRIES,
-    Trouble, begin, gone, id, nasty_ids, shown,
+    Trouble, UNKNOWN, begin, gone, id, nasty_ids, shown,
 };
 use crate::{
     id::MessageId,
@@ -183,28 +183,31 @@ impl<M> ClaimStoreContract<M> {
     where
         M: AsyncFn(Duration) -> St,
     {
-        basics(&self.open(LONG).await).await?;
-        clones(self.open(LONG).await).await?;
-        pairs(self.open(LONG).await).await?;
-        walks(self.open(LONG).await, self.seed).await?;
-        together(&self.open(LONG).await).await?;
-        owners(&self.open(LONG).await).await?;
-        exact_ids(&self.open(LONG).await, &self.holds).await?;
-        races(&self.open(LONG).await).await?;
-        turns(&self.open(LONG).await).await?;
-        dropped(&self.open(LONG).await).await?;
-        longest(&self.open(Duration::MAX).await).await?;
+        basics(&self.open(LONG).await?).await?;
+        clones(self.open(LONG).await?).await?;
+        pairs(self.open(LONG).await?).await?;
+        walks(self.open(LONG).await?, self.seed).await?;
+        together(&self.open(LONG).await?).await?;
+        owners(&self.open(LONG).await?).await?;
+        exact_ids(&self.open(LONG).await?, &self.holds).await?;
+        races(&self.open(LONG).await?).await?;
+        turns(&self.open(LONG).await?).await?;
+        dropped(&self.open(LONG).await?).await?;
+        longest(&self.open(Duration::MAX).await?).await?;
         self.time().await
     }
 
-    async fn open<St: ClaimStore>(&self, ttl: Duration) -> Client<St>
+    async fn open<St: ClaimStore>(&self, ttl: Duration) -> Result<Client<St>, Breach>
     where
         M: AsyncFn(Duration) -> St,
     {
-        Client {
+        let client = Client {
             store: (self.make)(ttl).await,
             limit: self.limit,
-        }
+        };
+        // Some stores look at their table first, which is then done once, not by many at once.
+        client.seen(&id(0)).is(false, UNKNOWN).await?;
+        Ok(client)
     }
 
     /// Has all that needs time watched at once, and what came too late to tell with twice the time.
@@ -216,8 +219,8 @@ impl<M> ClaimStoreContract<M> {
         watched.retain(|watched| self.expires || !watched.needs_ttl());
         let mut length = SHORT;
         for _ in 0..TRIES {
-            let (lasting, expiring) = (self.open(LONG).await, self.open(length).await);
-            let quiet = self.open(length).await;
+            let (lasting, expiring) = (self.open(LONG).await?, self.open(length).await?);
+            let quiet = self.open(length).await?;
             let mut watches = Vec::new();
             for (at, watched) in watched.iter().enumerate() {
                 let client = match watched {
