@@ -1,6 +1,9 @@
 //! The contract kit for claims: the crate's stores pass it, and faulty ones are found out by the rule
 //! they break.
 
+#[path = "support/services.rs"]
+mod services;
+
 use futures_util::{FutureExt, future::join_all};
 use std::{
     collections::HashMap,
@@ -95,6 +98,133 @@ async fn memory_store_at_the_end_of_a_lease() {
     assert_eq!(claim("won", a).await, busy(1));
     at(20 * SECOND);
     assert_eq!(claim("won", a).await, Claim::Won);
+}
+
+#[cfg(feature = "redis")]
+mod in_redis {
+    use super::services::{cluster, program, redis, unique};
+    use std::time::Duration;
+    use tower_idempotency::{BoxStore, RedisStore, testing::claim_store_contract};
+
+    async fn open(url: &str, ttl: Duration) -> RedisStore {
+        let builder = RedisStore::builder(unique("claims") + ":").ttl(ttl);
+        builder.connect(url).await.unwrap()
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn redis_store() {
+        let Some(url) = redis() else { return };
+        claim_store_contract(async |ttl| open(&url, ttl).await).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn redis_store_in_a_box() {
+        let Some(url) = redis() else { return };
+        claim_store_contract(async |ttl| BoxStore::new(open(&url, ttl).await)).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn redis_store_on_a_cluster() {
+        let Some(_) = program("redis-server") else {
+            return;
+        };
+        let nodes = cluster();
+        let client = ::redis::cluster::ClusterClient::new([nodes[0].url(), nodes[1].url()]);
+        let client = client.unwrap();
+        claim_store_contract(async |ttl: Duration| {
+            let builder = RedisStore::builder(unique("claims") + ":").ttl(ttl);
+            builder.cluster(client.clone()).await.unwrap()
+        })
+        .await;
+    }
+}
+
+#[cfg(feature = "postgres")]
+mod in_postgres {
+    use super::services::{postgres, unique};
+    use sqlx::{AssertSqlSafe, Executor};
+    use std::{sync::Mutex, time::Duration};
+    use tower_idempotency::{PostgresStore, testing::claim_store_contract};
+
+    async fn check(pooler: bool) {
+        let Some(url) = postgres() else { return };
+        let options = sqlx::postgres::PgPoolOptions::new().max_connections(10);
+        let pool = options.connect(&url).await.unwrap();
+        let names = Mutex::new(Vec::new());
+        claim_store_contract(async |ttl: Duration| {
+            let name = unique("claims");
+            names.lock().unwrap().push(name.clone());
+            let builder = PostgresStore::builder(&name).ttl(ttl);
+            let builder = builder.transaction_pooler(pooler);
+            let store = builder.pool(pool.clone()).unwrap();
+            store.migrate().await.unwrap();
+            store
+        })
+        .await;
+        let names = names.into_inner().unwrap().join(", ");
+        let drop = sqlx::raw_sql(AssertSqlSafe(format!("DROP TABLE {names}")));
+        pool.execute(drop).await.unwrap();
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn postgres_store() {
+        check(false).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn postgres_store_with_whole_statements() {
+        check(true).await;
+    }
+}
+
+#[cfg(feature = "mysql")]
+mod in_mysql {
+    use super::services::{mysql, unique};
+    use sqlx::{AssertSqlSafe, Executor};
+    use std::{sync::Mutex, time::Duration};
+    use tower_idempotency::{MySqlStore, testing::claim_store_contract};
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn mysql_store() {
+        let Some(url) = mysql() else { return };
+        let options = sqlx::mysql::MySqlPoolOptions::new().max_connections(10);
+        let pool = options.connect(&url).await.unwrap();
+        let names = Mutex::new(Vec::new());
+        claim_store_contract(async |ttl: Duration| {
+            let name = unique("claims");
+            names.lock().unwrap().push(name.clone());
+            let store = MySqlStore::builder(&name).ttl(ttl).pool(pool.clone());
+            let store = store.unwrap();
+            store.migrate().await.unwrap();
+            store
+        })
+        .await;
+        let names = names.into_inner().unwrap().join(", ");
+        let drop = sqlx::raw_sql(AssertSqlSafe(format!("DROP TABLE {names}")));
+        pool.execute(drop).await.unwrap();
+    }
+}
+
+#[cfg(feature = "sqlite")]
+mod in_sqlite {
+    use super::services::unique;
+    use std::{env, fs, time::Duration};
+    use tower_idempotency::{SqliteStore, testing::claim_store_contract};
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn sqlite_store() {
+        let folder = env::temp_dir().join(unique("claims"));
+        fs::create_dir(&folder).unwrap();
+        let url = format!("sqlite://{}", folder.join("seen.db").display());
+        claim_store_contract(async |ttl: Duration| {
+            let builder = SqliteStore::builder(&unique("claims")).ttl(ttl);
+            let store = builder.connect(&url).await.unwrap();
+            store.migrate().await.unwrap();
+            store
+        })
+        .await;
+        fs::remove_dir_all(folder).unwrap();
+    }
 }
 
 // ===== a store that does as told =====
