@@ -68,6 +68,7 @@ pub struct Settings {
     pub(super) ttl: Ttl,
     pub(super) response_timeout: Duration,
     pub(super) max_connections: u32,
+    #[cfg_attr(not(feature = "postgres"), expect(dead_code))]
     pub(super) transaction_pooler: bool,
 }
 
@@ -269,6 +270,7 @@ pub(super) fn unfit(
 }
 
 /// Whether the columns are there, each of one of the types it may have.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) fn columns_fit<'a>(
     table: &Table,
     needed: &[(&str, &[&str])],
