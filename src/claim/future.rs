@@ -212,7 +212,11 @@ where
                         *this.sent = Some(Instant::now());
                         shared.store.claim(id, owner, lease)
                     };
-                    match ready!(claim.poll(shared.limit, CLAIM_RETRIES, cx, send)) {
+                    // Answered later than that, it may be over already.
+                    let limit = shared
+                        .limit
+                        .map_or(lease.length(), |it| it.min(lease.length()));
+                    match ready!(claim.poll(Some(limit), CLAIM_RETRIES, cx, send)) {
                         Ok(Claim::Won) => {
                             guard.claimed(this.sent.unwrap_or_else(Instant::now));
                             this.state.set(State::Readying);
