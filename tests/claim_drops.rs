@@ -440,34 +440,42 @@ async fn a_store_that_panics_at_the_mark_is_asked_again_by_a_task() {
     assert_eq!(handler.runs(), 1);
 }
 
+/// What a handler holds: gone in time, whoever claims the message next finds nothing of it at work.
+struct Holds(Events, FaultStore);
+
+impl Drop for Holds {
+    fn drop(&mut self) {
+        let early = self.1.sent(Release).is_empty();
+        self.0.tell(if early { "in time" } else { "too late" });
+    }
+}
+
+/// A handler whose future keeps what it holds after its end, too.
+fn holding(
+    events: &Events,
+    store: &FaultStore,
+    fails: bool,
+) -> impl Fn(Envelope) -> BoxFuture<Result<(), Declined>> + Clone + use<> {
+    let (events, store) = (events.clone(), store.clone());
+    move |_| {
+        let holds = Holds(events.clone(), store.clone());
+        Box::pin(poll_fn(move |_| {
+            let _ = &holds;
+            if fails {
+                Poll::Ready(Err(Declined))
+            } else {
+                Poll::Pending
+            }
+        }))
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_a_call_holds_is_gone_before_its_claim_is() {
-    // Whoever claims it next finds nothing of the first one at work.
-    struct Holds(Events, FaultStore);
-
-    impl Drop for Holds {
-        fn drop(&mut self) {
-            let early = self.1.sent(Release).is_empty();
-            self.0.tell(if early { "in time" } else { "too late" });
-        }
-    }
-
     for fails in [false, true] {
         let store = FaultStore::timed([]);
         let (layer, events) = claiming(&store);
-        let (told, in_handler) = (events.clone(), store.clone());
-        let mut service = layer.layer(service_fn(move |_: Envelope| {
-            // A future that keeps what it holds after its end, too.
-            let holds = Holds(told.clone(), in_handler.clone());
-            poll_fn(move |_| {
-                let _ = &holds;
-                if fails {
-                    Poll::Ready(Err::<(), _>(Declined))
-                } else {
-                    Poll::Pending
-                }
-            })
-        }));
+        let mut service = layer.layer(service_fn(holding(&events, &store, fails)));
         let mut call = Box::pin(service.ready().await.unwrap().call(envelope("a")));
         assert_eq!(waits_times(1, call.as_mut()).await, fails);
         drop(call);
@@ -475,6 +483,18 @@ async fn what_a_call_holds_is_gone_before_its_claim_is() {
         assert_eq!(events.all(), ["in time"]);
         assert_eq!(store.standing("a"), Standing::Free);
     }
+}
+
+#[test]
+fn what_a_call_holds_is_gone_before_its_claim_is_handed_on() {
+    let store = FaultStore::new([]);
+    let (layer, events) = claiming(&store);
+    let mut service = layer.layer(service_fn(holding(&events, &store, false)));
+    let mut call = Box::pin(service.call(envelope("a")));
+    let polled = call.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    assert!(polled.is_pending());
+    drop(call);
+    assert_eq!(events.all(), ["in time", "abandoned a"]);
 }
 
 // ===== where a call is dropped =====
