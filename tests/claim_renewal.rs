@@ -920,3 +920,24 @@ fn a_claim_on_a_runtime_that_shuts_down_panics_nowhere_and_blocks_nobody() {
     });
     assert_eq!(store.standing("c"), Standing::Free);
 }
+
+#[test]
+fn renewals_go_on_elsewhere_when_the_runtime_of_the_task_ends() {
+    let store = FaultStore::new([]);
+    let (layer, _) = layer(store.clone());
+    let layer = layer.claim(Lease::new(SECOND).unwrap());
+    let (first, second) = (worker(), worker());
+    // Claims of a runtime that is gone as well are no way on.
+    let calls: Vec<_> = (0..100)
+        .map(|n| hold_on(&first, &layer, &format!("a{n}")))
+        .collect();
+    let _held = hold_on(&second, &layer, "b");
+    let owner = store.sent(Claims)[100].owner;
+    until("a renewal", || renewals(&store).contains_key(&owner));
+    drop(first);
+    let before = renewals(&store)[&owner];
+    until("renewals without another claim", || {
+        renewals(&store)[&owner] > before + 3
+    });
+    drop(calls);
+}

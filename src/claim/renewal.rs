@@ -71,6 +71,8 @@ struct Held {
     sending: Option<u64>,
     /// The mark was sent: it may be done, and by us.
     marking: bool,
+    /// Where its call is polled.
+    runtime: Option<Handle>,
 }
 
 impl<St> Renewal<St> {
@@ -96,6 +98,7 @@ impl<St: ClaimStore> Renewal<St> {
     ///
     /// Outside of a runtime it is held for the time of one lease, unless a task is there already.
     pub(super) fn enter(&self, owner: Owner, id: &MessageId, since: Instant) {
+        let runtime = Handle::try_current().ok();
         let mut state = self.inner.lock();
         let held = Held {
             owner,
@@ -103,6 +106,7 @@ impl<St: ClaimStore> Renewal<St> {
             since,
             sending: None,
             marking: false,
+            runtime: runtime.clone(),
         };
         state
             .claims
@@ -114,7 +118,7 @@ impl<St: ClaimStore> Renewal<St> {
         if state.task.as_ref().is_some_and(there) {
             return;
         }
-        let Ok(runtime) = Handle::try_current() else {
+        let Some(runtime) = runtime else {
             return;
         };
         let task = self.inner.task(&mut state);
@@ -206,6 +210,7 @@ impl<St: ClaimStore> Inner<St> {
         Renewing {
             inner: self.clone(),
             number: state.tasks,
+            started: false,
         }
     }
 
@@ -339,20 +344,25 @@ impl<St> Drop for Sending<'_, St> {
 
 // ===== the task =====
 
-/// The task. When it is dropped, the next claim starts another one.
+/// The task. When its runtime ends under it, it goes on where another claim is waited for; where none is,
+/// the next claim starts another one.
 struct Renewing<St: ClaimStore> {
     inner: Arc<Inner<St>>,
     number: u64,
+    /// One that never ran, or cannot, is not followed by another.
+    started: bool,
 }
 
 impl<St: ClaimStore> Renewing<St> {
-    async fn run(self) {
-        let (inner, number) = (&self.inner, self.number);
+    async fn run(mut self) {
+        self.started = true;
+        let (inner, number) = (self.inner.clone(), self.number);
         let mut due = VecDeque::new();
         let mut under_way = JoinSet::new();
         while let Some(next) = inner.look(number, &mut due) {
             // Without timers there are no renewals.
             let Some(mut timer) = Timer::start(next - Instant::now()) else {
+                self.started = false;
                 break;
             };
             poll_fn(|cx| {
@@ -377,6 +387,28 @@ impl<St: ClaimStore> Renewing<St> {
     }
 }
 
+impl<St: ClaimStore> Renewing<St> {
+    /// Another one, on a runtime that has not ended: claims that were made there are tried one by one.
+    fn follow(&self) {
+        loop {
+            let mut state = self.inner.lock();
+            let mut runtimes = state
+                .claims
+                .iter_mut()
+                .filter_map(|held| held.runtime.take());
+            let Some(runtime) = runtimes.next() else {
+                return;
+            };
+            let task = self.inner.task(&mut state);
+            drop(state);
+            // On one that has ended it is dropped at once.
+            if !runtime.spawn(task.run()).is_finished() {
+                return;
+            }
+        }
+    }
+}
+
 impl<St: ClaimStore> Drop for Renewing<St> {
     fn drop(&mut self) {
         let mut state = self.inner.lock();
@@ -387,6 +419,10 @@ impl<St: ClaimStore> Drop for Renewing<St> {
             .is_some_and(|task| task.number == number)
         {
             state.task = None;
+            drop(state);
+            if self.started {
+                self.follow();
+            }
         }
     }
 }
