@@ -628,11 +628,6 @@ fn hold(layer: &ClaimLayer<FaultStore>, id: &str) -> Held {
     call
 }
 
-fn hold_on(runtime: &Runtime, layer: &ClaimLayer<FaultStore>, id: &str) -> Held {
-    let _entered = runtime.enter();
-    hold(layer, id)
-}
-
 #[tokio::test(start_paused = true)]
 async fn one_task_serves_a_layer_and_its_clones_and_ends_when_there_is_nothing_to_do() {
     let store = FaultStore::timed([]);
@@ -940,4 +935,39 @@ fn renewals_go_on_elsewhere_when_the_runtime_of_the_task_ends() {
         renewals(&store)[&owner] > before + 3
     });
     drop(calls);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_taken_again_for_a_call_that_keeps_its_claim_is_kept() {
+    let store = FaultStore::timed([]);
+    let (layer, _) = claiming(&store);
+    let layer = layer.on_drop(OnDrop::KeepUntilLease);
+    let running = start(&layer, "a", Do::Hang).await;
+    sleep(SECOND / 2).await;
+    store.forgets("a");
+    store.fault(Claims, Before, Wait(SECOND / 2));
+    sleep(SECOND / 2).await;
+    ended(running).await;
+    sleep(SECOND).await;
+    assert!(claimed(&store, "a"));
+    sleep(3 * SECOND).await;
+    assert_eq!(store.standing("a"), Standing::Free);
+}
+
+/// Nor after a mark that failed: its effect happened.
+#[tokio::test(start_paused = true)]
+async fn what_is_taken_again_after_a_mark_that_failed_is_kept() {
+    let store = FaultStore::timed([(Complete, Before, Fail); 1]);
+    let (layer, events) = layer(store.clone());
+    let layer = layer.mark_retries(0).claim(Lease::new(3 * SECOND).unwrap());
+    let running = start(&layer, "a", Do::Sleep(SECOND)).await;
+    sleep(SECOND / 2).await;
+    store.forgets("a");
+    store.fault(Claims, Before, Wait(SECOND));
+    assert!(running.await.unwrap().is_ok());
+    assert_eq!(events.all(), ["mark_failed a"]);
+    sleep(2 * SECOND).await;
+    assert!(claimed(&store, "a"));
+    sleep(3 * SECOND).await;
+    assert_eq!(store.standing("a"), Standing::Free);
 }

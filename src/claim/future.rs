@@ -300,7 +300,14 @@ where
                     // What is answered to a mark that was sent again says nothing of the first one.
                     let once = complete.failed() == 0;
                     guard.due = Due::Nothing;
-                    let held = guard.leave();
+                    // Unmarked, it may not be run by others before the lease has ended.
+                    let held = match answer {
+                        Ok(_) => guard.leave(),
+                        Err(_) => {
+                            guard.keep();
+                            false
+                        }
+                    };
                     let (id, shared) = (known(&guard.id), &guard.settings.shared);
                     match answer {
                         Ok(still_held) => {

@@ -27,8 +27,9 @@ pub(super) struct Guard<St: ClaimStore> {
     pub(super) due: Due,
     /// Whether there is a claim, which is being renewed.
     claimed: bool,
-    /// The runtime that the call waits on.
+    /// The runtime that the call waits on, and whether the renewal knows of it.
     runtime: Option<Handle>,
+    waits: bool,
 }
 
 /// What is due when the call is dropped.
@@ -54,6 +55,7 @@ impl<St: ClaimStore> Guard<St> {
             due: Due::Nothing,
             claimed: false,
             runtime: None,
+            waits: false,
         }
     }
 
@@ -118,9 +120,24 @@ impl<St: ClaimStore> Guard<St> {
         }
     }
 
+    /// The claim is renewed no longer, and not released.
+    pub(super) fn keep(&mut self) {
+        if mem::take(&mut self.claimed) {
+            self.settings.renewal.keep(self.owner);
+        }
+    }
+
     /// The latest one counts: a future may move to another runtime, and the first one end.
     pub(super) fn note_runtime(&mut self) {
         self.runtime = Handle::try_current().ok();
+        if let Some(runtime) = self
+            .runtime
+            .as_ref()
+            .filter(|_| self.claimed && !self.waits)
+        {
+            self.settings.renewal.waits(self.owner, runtime);
+            self.waits = true;
+        }
     }
 }
 
@@ -133,10 +150,14 @@ impl<St: ClaimStore> Drop for Guard<St> {
             Due::Release | Due::ReleaseOrKeep => Some(Operation::Release),
             Due::Mark => Some(Operation::Complete),
         };
-        // A mark that is under way is still covered by the lease; a release must not be undone by a
-        // renewal.
-        if operation != Some(Operation::Complete) {
-            self.leave();
+        match operation {
+            None => self.keep(),
+            // It must not be undone by a renewal.
+            Some(Operation::Release) => {
+                self.leave();
+            }
+            // It is covered by the lease until it is answered.
+            Some(_) => {}
         }
         let (Some(operation), Some(id)) = (operation, self.id.take()) else {
             return;
@@ -186,7 +207,7 @@ impl<St: ClaimStore> LeftOver<St> {
             .await
         };
         self.answered = true;
-        self.leave();
+        self.leave(answer.is_ok());
         let id = &self.id;
         let reporter = &self.settings.shared.reporter;
         match &answer {
@@ -198,16 +219,21 @@ impl<St: ClaimStore> LeftOver<St> {
         }
     }
 
-    fn leave(&mut self) {
+    /// Of a release it has left already.
+    fn leave(&mut self, marked: bool) {
         if mem::take(&mut self.claimed) {
-            self.settings.renewal.leave(self.owner);
+            if marked {
+                self.settings.renewal.leave(self.owner);
+            } else {
+                self.settings.renewal.keep(self.owner);
+            }
         }
     }
 }
 
 impl<St: ClaimStore> Drop for LeftOver<St> {
     fn drop(&mut self) {
-        self.leave();
+        self.leave(false);
         if !self.answered {
             let event = Event::Abandoned {
                 id: &self.id,

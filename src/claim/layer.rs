@@ -33,7 +33,7 @@ pub(super) struct Settings<St> {
     pub(super) keeps_claim: bool,
 }
 
-/// What becomes of a claim when the call is dropped while its handler is running.
+/// What becomes of a claim when the call is dropped while its handler is running, or its handler panics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OnDrop {

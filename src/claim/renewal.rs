@@ -33,6 +33,9 @@ const LOOKS: u32 = 4;
 /// How many renewals are under way at once.
 const AT_ONCE: usize = 64;
 
+/// Below this, the room of claims that have left stays.
+const SMALL: usize = 1024;
+
 /// The claims of a layer and its clones, and the task that renews them.
 pub(super) struct Renewal<St> {
     inner: Arc<Inner<St>>,
@@ -71,7 +74,9 @@ struct Held {
     sending: Option<u64>,
     /// The mark was sent: it may be done, and by us.
     marking: bool,
-    /// Where its call is polled.
+    /// Its call has left and keeps what it holds: a renewal that is under way is the last one.
+    kept: bool,
+    /// Where its call waits.
     runtime: Option<Handle>,
 }
 
@@ -98,7 +103,6 @@ impl<St: ClaimStore> Renewal<St> {
     ///
     /// Outside of a runtime it is held for the time of one lease, unless a task is there already.
     pub(super) fn enter(&self, owner: Owner, id: &MessageId, since: Instant) {
-        let runtime = Handle::try_current().ok();
         let mut state = self.inner.lock();
         let held = Held {
             owner,
@@ -106,7 +110,8 @@ impl<St: ClaimStore> Renewal<St> {
             since,
             sending: None,
             marking: false,
-            runtime: runtime.clone(),
+            kept: false,
+            runtime: None,
         };
         state
             .claims
@@ -118,7 +123,7 @@ impl<St: ClaimStore> Renewal<St> {
         if state.task.as_ref().is_some_and(there) {
             return;
         }
-        let Some(runtime) = runtime else {
+        let Ok(runtime) = Handle::try_current() else {
             return;
         };
         let task = self.inner.task(&mut state);
@@ -134,10 +139,29 @@ impl<St: ClaimStore> Renewal<St> {
         }
     }
 
-    /// Renews this claim no longer. Answers whether it was held as far as is known: a claim whose loss
-    /// was reported is not there any more.
+    /// The call of this claim waits on this runtime.
+    pub(super) fn waits(&self, owner: Owner, runtime: &Handle) {
+        if let Some(held) = self.inner.lock().find(owner) {
+            held.runtime = Some(runtime.clone());
+        }
+    }
+
+    /// Renews this claim no longer, as it is about to be released or is done. Answers whether it was held as
+    /// far as is known: a claim whose loss was reported is not there any more.
     pub(super) fn leave(&self, owner: Owner) -> bool {
         self.inner.lock().remove(owner)
+    }
+
+    /// Renews this claim no longer, and leaves it to end with its lease.
+    pub(super) fn keep(&self, owner: Owner) {
+        let mut state = self.inner.lock();
+        match state.find(owner) {
+            // What is won by the renewal that is under way is not to be given back.
+            Some(held) if held.sending.is_some() => held.kept = true,
+            _ => {
+                state.remove(owner);
+            }
+        }
     }
 }
 
@@ -225,12 +249,18 @@ impl<St: ClaimStore> Inner<St> {
             state.task = None;
             return None;
         }
-        let now = Instant::now();
-        let next = now + self.pause();
+        let next = Instant::now() + self.pause();
         task.looks = next;
+        // The last renewal of one that is kept went with its task.
+        let over = |held: &mut Held| held.kept && held.sending != Some(number);
+        state.claims.retain(|held| !over(held));
+        let (len, capacity) = (state.claims.len(), state.claims.capacity());
+        if len < capacity / 8 && capacity > SMALL {
+            state.claims.shrink_to(2 * len, |held| hash(held.owner));
+        }
         for held in &mut state.claims {
-            let waits = held.sending != Some(number);
-            if waits && held.since + self.lease.renewed_every() <= next {
+            let idle = held.sending != Some(number);
+            if idle && held.since + self.lease.renewed_every() <= next {
                 held.sending = Some(number);
                 due.push_back((held.owner, held.id.clone()));
             }
@@ -274,11 +304,15 @@ impl<St: ClaimStore> Inner<St> {
         let left = {
             let mut state = self.lock();
             match state.find(owner) {
+                Some(held) if held.kept => {
+                    state.remove(owner);
+                    false
+                }
                 Some(held) => {
                     held.sending = None;
                     let lost = match answer {
                         Ok(Renewed::Held) => {
-                            held.since = sent;
+                            held.since = held.since.max(sent);
                             false
                         }
                         Ok(Renewed::Done) if held.marking => false,
