@@ -195,6 +195,11 @@ impl State {
             .find_mut(hash(owner), |held| held.owner == owner)
     }
 
+    /// Whether this claim is still to be renewed.
+    fn renews(&mut self, owner: Owner) -> bool {
+        self.find(owner).is_some_and(|held| !held.kept)
+    }
+
     fn remove(&mut self, owner: Owner) -> bool {
         match self
             .claims
@@ -275,7 +280,7 @@ impl<St: ClaimStore> Inner<St> {
             number,
             owner,
         };
-        if self.lock().find(owner).is_none() {
+        if !self.lock().renews(owner) {
             return;
         }
         let mut sent = Instant::now();
@@ -287,7 +292,7 @@ impl<St: ClaimStore> Inner<St> {
         let mut again = false;
         if let Ok(Renewed::Lost) = answer {
             // Not for a call that has left meanwhile: it would hold what was given back.
-            if self.lock().find(owner).is_none() {
+            if !self.lock().renews(owner) {
                 return;
             }
             again = true;
