@@ -54,7 +54,7 @@ pub enum Event<'a> {
     /// The message has no usable id, so the handler runs each time. Told before it does.
     NoId,
     /// The store could not say whether the id is remembered or claimed, and the handler is run
-    /// nevertheless. Told before it runs.
+    /// nevertheless. Told before it runs, and before it is made ready where the call had waited.
     #[non_exhaustive]
     FailedOpen {
         /// The message.
@@ -80,8 +80,8 @@ pub enum Event<'a> {
         error: &'a StoreError,
     },
     /// The claim ended while the handler was running or its mark was due: renewals came too late or
-    /// failed, or somebody dropped the record. Another copy may run beside it. Told once for a call; the
-    /// handler goes on.
+    /// failed, or somebody dropped the record. Another copy may run beside it. Told at most once for a call:
+    /// not where the claim could be taken again, since nobody held it by then. The handler goes on.
     #[non_exhaustive]
     LeaseLost {
         /// The message.

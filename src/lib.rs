@@ -35,11 +35,60 @@
 //! # }
 //! ```
 //!
-//! A worker's loop does not leave by these `?`. A body that does not decode goes to the dead-letter
-//! queue as [`poison`](dead_letter::poison) records it, one that is [not
-//! accepted](envelope::Rejected) as it came. What failed goes back to the broker (RabbitMQ: a `nack`
-//! that requeues; a Redis list: it stays where unsettled messages are swept from), after a pause
-//! where the error is [transient](error::is_transient), such as a store that is down.
+//! # A worker's loop
+//!
+//! It does not leave by these `?`. With [`DeadLetterLayer`] outermost, what comes out as an error has not
+//! failed: it is to be delivered again, after a pause. Without it, the handler's own errors come out as well,
+//! and [`is_transient`](error::is_transient) tells them apart.
+//!
+//! ```
+//! # use std::time::Duration;
+//! # use tower::{Service, ServiceExt};
+//! # use tower_idempotency::{BoxError, Envelope, Parked};
+//! use tower_idempotency::dead_letter::poison;
+//! use tower_idempotency::envelope::{DeadLetterBlock, Headers, Reason};
+//!
+//! # struct Delivery { body: Vec<u8> }
+//! # impl Delivery {
+//! #     async fn ack(self) {}
+//! #     async fn give_back_after(self, _: Duration) {}
+//! # }
+//! # async fn publish_dead(_: &[u8]) -> Result<(), BoxError> { Ok(()) }
+//! async fn handle<S>(consumer: S, delivery: Delivery)
+//! where
+//!     S: Service<Envelope, Response = (), Error = BoxError>,
+//! {
+//!     let second = Duration::from_secs(1);
+//!     let dead = match Envelope::decode(&delivery.body) {
+//!         Ok(message) if message.accepts().is_ok() => {
+//!             let message = message.with_headers(Headers::new().with_queue("payments"));
+//!             return match consumer.oneshot(message).await {
+//!                 Ok(()) => delivery.ack().await,
+//!                 Err(error) => {
+//!                     // Another copy is being handled, or the store or the dead-letter queue is down.
+//!                     let parked = error.downcast_ref::<Parked>().map(Parked::retry_after);
+//!                     delivery.give_back_after(parked.unwrap_or(second)).await;
+//!                 }
+//!             };
+//!         }
+//!         // Not for this version: as it came.
+//!         Ok(_) => delivery.body.clone(),
+//!         Err(error) => {
+//!             let block = DeadLetterBlock::new(Reason::Poison).with_error(&error);
+//!             poison(&delivery.body, &block).into_bytes()
+//!         }
+//!     };
+//!     match publish_dead(&dead).await {
+//!         Ok(()) => delivery.ack().await,
+//!         Err(_) => delivery.give_back_after(second).await,
+//!     }
+//! }
+//! # let _ = |consumer: tower::util::BoxCloneSyncService<Envelope, (), BoxError>, delivery| {
+//! #     handle(consumer, delivery)
+//! # };
+//! ```
+//!
+//! The [guide](guide#handing-a-parked-message-back) says what `give_back_after` is on each broker.
 //!
 //! # What is promised
 //!

@@ -1242,3 +1242,45 @@ fn a_future_that_is_done_is_not_polled_again() {
     now(call.as_mut()).unwrap();
     let _ = now(call);
 }
+
+// ===== a claim that is over before the handler begins =====
+
+/// The answer comes after the lease: the message may have been run by somebody else.
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_is_answered_too_late_is_sent_again() {
+    let late = Wait(lease().length() + SECOND);
+    let store = FaultStore::timed([(Claims, After, late)]);
+    let (layer, events) = claiming(&store);
+    let handler = Handler::default();
+    let call = tokio::spawn(layer.layer(handler.clone()).oneshot(envelope("a")));
+    sleep(lease().length()).await;
+    let other = layer.layer(handler.clone()).oneshot(envelope("a")).await;
+    other.unwrap();
+    call.await.unwrap().unwrap();
+    assert_eq!(handler.runs(), 1);
+    assert_eq!(events.all(), ["ran a", "duplicate a"]);
+}
+
+/// Won after a wait, and lost before the service was ready: what somebody else did is not done again.
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_is_lost_before_its_service_is_ready_is_sent_again() {
+    let (handler, store) = (Handler::default(), FaultStore::timed([]));
+    store.claimed_elsewhere("a", lease());
+    let (layer, events) = claiming(&store);
+    let (inner, gate) = Turnstile::new(&handler);
+    let call = tokio::spawn(layer.wait(60 * SECOND).layer(inner).oneshot(envelope("a")));
+    sleep(SECOND / 10).await;
+    *gate.lock().unwrap() = Gate::Shut;
+    store.released_elsewhere("a");
+    sleep(2 * SECOND).await;
+    assert!(matches!(store.standing("a"), Standing::Claimed(_)));
+    // The record is lost, and another worker does the message.
+    store.forgets("a");
+    now(store.inner.remember(&"a".into())).unwrap();
+    sleep(2 * SECOND).await;
+    assert_eq!(events.all(), ["lease_lost a"]);
+    *gate.lock().unwrap() = Gate::Open;
+    call.await.unwrap().unwrap();
+    assert_eq!(handler.runs(), 0);
+    assert_eq!(events.all(), ["lease_lost a", "duplicate a"]);
+}

@@ -785,7 +785,8 @@ async fn a_claim_that_has_left_before_its_turn_is_not_renewed() {
     let store = FaultStore::timed([(Renew, Before, Hang); 64]);
     let (layer, _) = claiming(&store);
     let mut calls: Vec<_> = (0..100).map(|n| hold(&layer, &n.to_string())).collect();
-    sleep(SECOND).await;
+    // They have not taken so long yet that others go on beside them.
+    sleep(SECOND * 3 / 4 + SECOND / 20).await;
     assert_eq!(store.sent(Renew).len(), 64);
     // One that stays has the task go on.
     calls.truncate(1);
@@ -970,4 +971,31 @@ async fn what_is_taken_again_after_a_mark_that_failed_is_kept() {
     assert!(claimed(&store, "a"));
     sleep(3 * SECOND).await;
     assert_eq!(store.standing("a"), Standing::Free);
+}
+
+/// Gives no answer to the renewals of some ids, as a cluster does one node of which is gone.
+#[tokio::test(start_paused = true)]
+async fn renewals_without_an_answer_hold_up_no_others() {
+    let store = FaultStore::timed([]);
+    store.hangs_renewals_of(|id| id.starts_with("hung"));
+    let (layer, events) = layer(store.clone());
+    let layer = layer.claim(Lease::new(12 * SECOND).unwrap());
+    let hung: Vec<Held> = (0..1000)
+        .map(|n| hold(&layer, &format!("hung{n}")))
+        .collect();
+    let good: Vec<Held> = (0..100)
+        .map(|n| hold(&layer, &format!("good{n}")))
+        .collect();
+    for _ in 0..60 {
+        sleep(SECOND / 2).await;
+        for n in 0..good.len() {
+            assert!(claimed(&store, &format!("good{n}")), "good{n}");
+        }
+    }
+    let lost = events.all();
+    assert!(
+        lost.iter()
+            .all(|event| event.starts_with("lease_lost hung"))
+    );
+    drop(hung);
 }

@@ -939,18 +939,19 @@ async fn a_file_that_does_not_serve_says_why() {
     }
     assert!(store.seen(&id("m")).await.unwrap());
 
-    // No such folder, and one that takes no file of anybody.
-    for folder in [dir.0.join("nowhere").display().to_string(), "/proc".into()] {
-        let url = format!("sqlite://{folder}/seen.db");
+    // A folder that takes no file of anybody.
+    let url = "sqlite:///proc/seen.db";
+    let error = SqliteStore::connect(url, "seen").await.unwrap_err();
+    let right = [BackendErrorKind::Unavailable, BackendErrorKind::Denied];
+    assert!(right.contains(&error.kind()), "{error:?}");
+    // No such folder, and a folder in place of the file: to try again would not help.
+    let nowhere = dir.0.join("nowhere").join("seen.db");
+    for place in [nowhere.display(), dir.0.display()] {
+        let url = format!("sqlite://{place}");
         let error = SqliteStore::connect(&url, "seen").await.unwrap_err();
-        let kind = error.kind();
-        let right = [BackendErrorKind::Unavailable, BackendErrorKind::Denied];
-        assert!(right.contains(&kind), "{folder}: {error:?}");
+        assert_eq!(error.kind(), BackendErrorKind::Config, "{error}");
+        assert!(!error.is_retryable());
     }
-    // A folder in place of the file.
-    let url = format!("sqlite://{}", dir.0.display());
-    let error = SqliteStore::connect(&url, "seen").await.unwrap_err();
-    assert_eq!(error.kind(), BackendErrorKind::Unavailable, "{error}");
 
     // Something else.
     let other = dir.0.join("other.txt");

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     ack::{Ack, IsDone},
     call::{Resent, Timer},
-    error::{BoxError, Operation, Parked, StoreError},
+    error::{BoxError, Operation, Parked, StoreError, TimedOut},
     event::Event,
     id::MessageId,
     store::{Claim, ClaimStore, Owner},
@@ -65,6 +65,10 @@ pin_project! {
         waits: Waits,
         // Before the claim was sent.
         sent: Option<Instant>,
+        // Whether something was waited for since.
+        waited: bool,
+        // How often the claim was over before the handler could begin.
+        over: u32,
         // After the state: what it holds is gone before the guard acts.
         guard: Guard<St>,
     }
@@ -146,6 +150,8 @@ where
             is_done,
             waits: Waits::new(settings.wait),
             sent: None,
+            waited: false,
+            over: 0,
             guard: Guard::new(settings, Some(id)),
         }
     }
@@ -159,6 +165,8 @@ where
             is_done,
             waits: Waits::new(None),
             sent: None,
+            waited: false,
+            over: 0,
             guard: Guard::new(settings, None),
         }
     }
@@ -178,6 +186,7 @@ where
         let answer = self.as_mut().advance(cx);
         let mut this = self.project();
         if answer.is_pending() {
+            *this.waited = true;
             this.guard.note_runtime();
         } else {
             *this.call = None;
@@ -210,6 +219,7 @@ where
                     let (shared, lease) = (&settings.shared, settings.renewal.lease());
                     let send = || {
                         *this.sent = Some(Instant::now());
+                        *this.waited = false;
                         shared.store.claim(id, owner, lease)
                     };
                     // Answered later than that, it may be over already.
@@ -224,10 +234,13 @@ where
                         Ok(Claim::Done) => {
                             guard.due = Due::Nothing;
                             shared.reporter.report(&Event::Duplicate { id });
+                            guard.leave();
                             return Poll::Ready(Ok(Ack::ack()));
                         }
                         Ok(Claim::Busy { retry_after }) => {
                             guard.due = Due::Nothing;
+                            guard.leave();
+                            let (id, shared) = (known(&guard.id), &guard.settings.shared);
                             if let Some(timer) = this.waits.next() {
                                 // Gives back what the service had reserved.
                                 if let Some((service, _)) = this.call {
@@ -267,6 +280,20 @@ where
                             this.state.set(next);
                             continue;
                         }
+                    }
+                    // What was waited for may have taken longer than the lease. Then another one may have run
+                    // the message meanwhile.
+                    if *this.waited && guard.is_claimed() && !guard.holds() {
+                        *this.over += 1;
+                        let next = if *this.over > CLAIM_RETRIES {
+                            let late = TimedOut::new(guard.settings.renewal.lease().length());
+                            let error = StoreError::new(Operation::Claim, late);
+                            State::releasing(guard, Then::Unclaimed(error))
+                        } else {
+                            State::claiming()
+                        };
+                        this.state.set(next);
+                        continue;
                     }
                     let (mut service, request) = this.call.take().expect("polled after completion");
                     if guard.is_claimed() {

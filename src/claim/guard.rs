@@ -2,7 +2,7 @@
 
 use super::layer::Settings;
 use crate::{
-    call::Resent,
+    call::{Resent, Timer},
     error::{Operation, StoreError},
     event::Event,
     id::MessageId,
@@ -14,8 +14,17 @@ use std::{
     pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 use tokio::{runtime::Handle, time::Instant};
+
+/// When a release that found nothing is sent again, as the claim may come after it: where commands go over
+/// several connections.
+const OVERTAKEN: [Duration; 3] = [
+    Duration::from_millis(50),
+    Duration::from_millis(100),
+    Duration::from_millis(200),
+];
 
 /// What a call knows of its message and its claim, and the promise that it leaves neither a mark undone
 /// nor a claim behind.
@@ -70,6 +79,11 @@ impl<St: ClaimStore> Guard<St> {
     /// Whether there is a claim, which is being renewed.
     pub(super) fn is_claimed(&self) -> bool {
         self.claimed
+    }
+
+    /// Whether the claim is held, by our own count.
+    pub(super) fn holds(&self) -> bool {
+        self.settings.renewal.holds(self.owner)
     }
 
     /// The handler answered Ok.
@@ -150,6 +164,7 @@ impl<St: ClaimStore> Drop for Guard<St> {
             Due::Release | Due::ReleaseOrKeep => Some(Operation::Release),
             Due::Mark => Some(Operation::Complete),
         };
+        let won = self.claimed;
         match operation {
             None => self.keep(),
             // It must not be undone by a renewal.
@@ -167,6 +182,7 @@ impl<St: ClaimStore> Drop for Guard<St> {
             id,
             owner: self.owner,
             operation,
+            overtakes: !won,
             claimed: mem::take(&mut self.claimed),
             answered: false,
         };
@@ -189,6 +205,8 @@ struct LeftOver<St: ClaimStore> {
     id: MessageId,
     owner: Owner,
     operation: Operation,
+    /// The claim may still be on its way when the release arrives.
+    overtakes: bool,
     claimed: bool,
     answered: bool,
 }
@@ -196,16 +214,16 @@ struct LeftOver<St: ClaimStore> {
 impl<St: ClaimStore> LeftOver<St> {
     async fn finish(mut self) {
         let marks = self.operation == Operation::Complete;
-        let answer = {
-            let settings = &self.settings;
-            let retries = settings.shared.mark_retries;
-            let mut command = pin!(Resent::new());
-            poll_fn(|cx| {
-                let command = command.as_mut();
-                settings.poll_end(self.operation, retries, command, &self.id, self.owner, cx)
-            })
-            .await
-        };
+        let mut answer = self.send().await;
+        if self.overtakes && !marks {
+            let mut pauses = OVERTAKEN.iter();
+            while let (Ok(false), Some(&pause)) = (&answer, pauses.next()) {
+                if let Some(mut timer) = Timer::start(pause) {
+                    poll_fn(|cx| timer.poll(cx)).await;
+                }
+                answer = self.send().await;
+            }
+        }
         self.answered = true;
         self.leave(answer.is_ok());
         let id = &self.id;
@@ -217,6 +235,17 @@ impl<St: ClaimStore> LeftOver<St> {
             Err(error) if marks => reporter.report(&Event::MarkFailed { id, error }),
             Err(error) => reporter.report(&Event::ReleaseFailed { id, error }),
         }
+    }
+
+    async fn send(&self) -> Result<bool, StoreError> {
+        let settings = &self.settings;
+        let retries = settings.shared.mark_retries;
+        let mut command = pin!(Resent::new());
+        poll_fn(|cx| {
+            let command = command.as_mut();
+            settings.poll_end(self.operation, retries, command, &self.id, self.owner, cx)
+        })
+        .await
     }
 
     /// Of a release it has left already.

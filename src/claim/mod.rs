@@ -23,7 +23,9 @@
 //! between them leaves a message that runs again. Nor does it stop a handler whose claim is
 //! lost, since its worker was paused for longer than the lease, or the store lost the record: that is
 //! reported as [`LeaseLost`](crate::event::Event::LeaseLost), and the handler goes on beside
-//! whoever claimed the message next.
+//! whoever claimed the message next. What was waited for before the handler could begin, the answer of the
+//! store or the readiness of the inner service, is no such case: when the lease ended meanwhile, the
+//! message is claimed anew first.
 //!
 //! Workers with and without claims may share a record: nothing is lost, and no claim holds up
 //! a worker that does not ask for one.

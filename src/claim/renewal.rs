@@ -25,13 +25,23 @@ use std::{
     task::Poll,
     time::Duration,
 };
-use tokio::{runtime::Handle, task::JoinSet, time::Instant};
+use tokio::{
+    runtime::Handle,
+    sync::{OwnedSemaphorePermit, Semaphore},
+    task::JoinSet,
+    time::{Instant, timeout},
+};
 
 /// How often the task looks at the claims in one interval of renewal.
 const LOOKS: u32 = 4;
 
-/// How many renewals are under way at once.
+/// The longest time between two looks, so that no task stays for long when there is nothing to do.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// How many renewals are under way at once, those aside that have taken longer than this: where a part of a
+/// store gives no answer, the claims of the other parts are renewed.
 const AT_ONCE: usize = 64;
+const QUICK: Duration = Duration::from_millis(100);
 
 /// Below this, the room of claims that have left stays.
 const SMALL: usize = 1024;
@@ -104,6 +114,11 @@ impl<St: ClaimStore> Renewal<St> {
     /// Outside of a runtime it is held for the time of one lease, unless a task is there already.
     pub(super) fn enter(&self, owner: Owner, id: &MessageId, since: Instant) {
         let mut state = self.inner.lock();
+        // It was over, and was won again.
+        if let Some(held) = state.find(owner) {
+            held.since = held.since.max(since);
+            return;
+        }
         let held = Held {
             owner,
             id: id.clone(),
@@ -130,6 +145,14 @@ impl<St: ClaimStore> Renewal<St> {
         // Where the runtime is shutting down the task is dropped at once, which takes the lock.
         drop(state);
         runtime.spawn(task.run());
+    }
+
+    /// Whether it is held, by our own count.
+    pub(super) fn holds(&self, owner: Owner) -> bool {
+        let length = self.inner.lease.length();
+        let mut state = self.inner.lock();
+        let held = state.find(owner);
+        held.is_some_and(|held| Instant::now() < held.since + length)
     }
 
     /// The mark is about to be sent.
@@ -226,7 +249,7 @@ impl<St> Inner<St> {
 impl<St: ClaimStore> Inner<St> {
     /// The time between two looks.
     fn pause(&self) -> Duration {
-        (self.lease.renewed_every() / LOOKS).max(Duration::from_millis(1))
+        (self.lease.renewed_every() / LOOKS).clamp(Duration::from_millis(1), LONGEST_PAUSE)
     }
 
     /// A task in the place of the one that there may be.
@@ -271,6 +294,22 @@ impl<St: ClaimStore> Inner<St> {
             }
         }
         Some(next)
+    }
+
+    /// Renews one claim, and holds the place among those under way while that is quick.
+    async fn renew_quickly(
+        self: Arc<Self>,
+        number: u64,
+        owner: Owner,
+        id: MessageId,
+        place: OwnedSemaphorePermit,
+    ) {
+        let mut renewal = pin!(self.renew(number, owner, id));
+        let renewed = timeout(QUICK, renewal.as_mut()).await;
+        drop(place);
+        if renewed.is_err() {
+            renewal.await;
+        }
     }
 
     /// Renews one claim, or takes it again where the store says that it is not held.
@@ -398,6 +437,8 @@ impl<St: ClaimStore> Renewing<St> {
         let (inner, number) = (self.inner.clone(), self.number);
         let mut due = VecDeque::new();
         let mut under_way = JoinSet::new();
+        let places = Arc::new(Semaphore::new(AT_ONCE));
+        let mut place = None;
         while let Some(next) = inner.look(number, &mut due) {
             // Without timers there are no renewals.
             let Some(mut timer) = Timer::start(next - Instant::now()) else {
@@ -405,18 +446,23 @@ impl<St: ClaimStore> Renewing<St> {
                 break;
             };
             poll_fn(|cx| {
-                loop {
-                    while under_way.len() < AT_ONCE {
-                        let Some((owner, id)) = due.pop_front() else {
-                            break;
-                        };
-                        under_way.spawn(inner.clone().renew(number, owner, id));
-                    }
-                    // One that panicked has failed, as its drop says.
-                    let Poll::Ready(Some(_)) = under_way.poll_join_next(cx) else {
+                while !due.is_empty() {
+                    let next = place.get_or_insert_with(|| {
+                        let places = places.clone();
+                        Box::pin(places.acquire_owned())
+                    });
+                    // Never closed.
+                    let Poll::Ready(Ok(taken)) = next.as_mut().poll(cx) else {
                         break;
                     };
+                    place = None;
+                    if let Some((owner, id)) = due.pop_front() {
+                        let renewal = inner.clone().renew_quickly(number, owner, id, taken);
+                        under_way.spawn(renewal);
+                    }
                 }
+                // One that panicked has failed, as its drop says.
+                while let Poll::Ready(Some(_)) = under_way.poll_join_next(cx) {}
                 timer.poll(cx)
             })
             .await;

@@ -102,8 +102,8 @@ impl BoxStore {
     /// The defaults are those of each store's own `connect`. A table is made unless it is there, as
     /// `migrate()` does it, since a boxed store cannot be asked to later; nor can it be asked to purge:
     /// a job beside the workers does, or a store made by its own type and then [boxed](Self::new).
-    /// The name must not be empty, even where it has no meaning, so that another URL is all that a move
-    /// to a server takes.
+    /// The name must not be empty, even where it has no meaning. One of letters, digits and underscores
+    /// serves all of them, so that another URL is all that a move takes.
     ///
     /// # Errors
     ///

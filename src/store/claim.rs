@@ -35,7 +35,7 @@ pub trait ClaimStore: Store {
 
     /// Records that this message had its effect. Answers whether `owner` still held the claim.
     ///
-    /// Sent again after its answer was lost, it may answer false.
+    /// Sent again after its answer was lost, it may answer either.
     fn complete(&self, id: &MessageId, owner: Owner) -> Self::Future<bool>;
 
     /// Gives the claim up, so that the next delivery runs at once. Answers whether `owner` held it.
@@ -136,8 +136,8 @@ impl Lease {
     /// The longest lease. What is held for longer is renewed.
     pub const MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 
-    /// A lease of this length, rounded up to whole milliseconds, and renewed each time that a third of
-    /// it has passed.
+    /// A lease of this length, rounded up to whole milliseconds, and renewed before a third of it has
+    /// passed.
     ///
     /// # Errors
     ///
@@ -157,7 +157,8 @@ impl Lease {
         })
     }
 
-    /// How often it is renewed; a third of its length unless set.
+    /// How long it is not renewed at most, a third of its length unless set: a claim is renewed after three
+    /// quarters of that or a little later.
     ///
     /// # Errors
     ///
@@ -182,7 +183,7 @@ impl Lease {
         self.length
     }
 
-    /// How often a claim is renewed.
+    /// How long a claim is not renewed at most, while its store answers.
     #[must_use]
     pub const fn renewed_every(&self) -> Duration {
         self.renew_every

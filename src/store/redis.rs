@@ -255,7 +255,7 @@ impl RedisStore {
         in_runtime(async move {
             let answer = record.link.query(&command).await;
             answer
-                .map(read)
+                .map(|answer| read(answer.value))
                 .map_err(|error| backend_error(error, &record.prefix))
         })
     }
@@ -267,13 +267,13 @@ impl RedisStore {
         script: &'static Script,
         id: &MessageId,
         arguments: Vec<String>,
-        read: impl FnOnce(Value, &str) -> T + Send + 'static,
+        read: impl FnOnce(Answer, &str) -> T + Send + 'static,
     ) -> Reply<T> {
         let (record, link, key) = (self.record.clone(), link.clone(), self.key(id));
         in_runtime(async move {
             let answer = link.run(script, &key, &arguments).await;
             answer
-                .map(|value| read(value, &key))
+                .map(|answer| read(answer, &key))
                 .map_err(|error| backend_error(error, &record.prefix))
         })
     }
@@ -304,7 +304,7 @@ impl ClaimStore for RedisStore {
     fn claim(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<Claim> {
         let asked = lease.length();
         let arguments = vec![held_by(owner), millis(asked)];
-        let read = move |answer: Value, key: &str| told_of_claim(&answer, key, asked);
+        let read = move |answer: Answer, key: &str| told_of_claim(&answer.value, key, asked);
         self.run(&self.record.link, &CLAIM, id, arguments, read)
     }
 
@@ -318,12 +318,12 @@ impl ClaimStore for RedisStore {
         if let Some(millis) = self.record.ttl.millis() {
             arguments.extend(["PX".to_owned(), millis.to_string()]);
         }
-        self.run(&self.record.link, &COMPLETE, id, arguments, yes)
+        self.run(&self.record.link, &COMPLETE, id, arguments, was_held)
     }
 
     fn release(&self, id: &MessageId, owner: Owner) -> Self::Future<bool> {
         let arguments = vec![held_by(owner)];
-        self.run(&self.record.link, &RELEASE, id, arguments, yes)
+        self.run(&self.record.link, &RELEASE, id, arguments, was_held)
     }
 }
 
@@ -414,8 +414,14 @@ fn millis(length: Duration) -> String {
     length.as_millis().to_string()
 }
 
-fn yes(answer: Value, _key: &str) -> bool {
-    matches!(answer, Value::Int(1))
+fn yes(answer: Answer, _key: &str) -> bool {
+    matches!(answer.value, Value::Int(1))
+}
+
+/// Whether a claim was held by who ended it. When that was sent twice, the first one may have ended it, so
+/// nothing says that it was not.
+fn was_held(answer: Answer, _key: &str) -> bool {
+    answer.again || matches!(answer.value, Value::Int(1))
 }
 
 fn told_of_claim(answer: &Value, key: &str, asked: Duration) -> Claim {
@@ -613,6 +619,13 @@ enum Connection {
     Cluster(ClusterConnection),
 }
 
+/// What a command was answered, perhaps the second time.
+struct Answer {
+    value: Value,
+    /// It was sent twice, and the first one may have taken effect.
+    again: bool,
+}
+
 /// The way to the server: one connection, replaced when it is of no use any more.
 ///
 /// The `redis` crate's own manager keeps a connection that leads to a replica or that no longer
@@ -686,18 +699,24 @@ impl Link {
     }
 
     /// Sends a command that may be sent twice.
-    async fn query(self: &Arc<Self>, command: &Cmd) -> RedisResult<Value> {
+    async fn query(self: &Arc<Self>, command: &Cmd) -> RedisResult<Answer> {
         let live = self.live().await?;
         let error = match self.ask(&live, command).await {
             Err(error) if is_of_no_use(&error) && !error.is_timeout() => error,
-            answer => return answer,
+            Err(error) => return Err(error),
+            Ok(value) => {
+                let again = false;
+                return Ok(Answer { value, again });
+            }
         };
         // What was kept although it is of no use would say the same again.
         if self.is_up(&live) {
             return Err(error);
         }
         let live = self.live().await?;
-        self.ask(&live, command).await
+        let value = self.ask(&live, command).await?;
+        let again = !leads_to_a_replica(&error);
+        Ok(Answer { value, again })
     }
 
     /// Runs a script that may run twice.
@@ -706,7 +725,7 @@ impl Link {
         script: &Script,
         key: &str,
         arguments: &[String],
-    ) -> RedisResult<Value> {
+    ) -> RedisResult<Answer> {
         let call = |name, script| {
             let mut command = redis::cmd(name);
             command.arg(script).arg(1).arg(key).arg(arguments);

@@ -162,6 +162,9 @@ pub enum What {
     Panic,
 }
 
+/// Which ids.
+pub type Ids = fn(&str) -> bool;
+
 /// A store in memory whose commands fail as told, each fault once, in order per command.
 #[derive(Clone)]
 pub struct FaultStore {
@@ -169,6 +172,7 @@ pub struct FaultStore {
     faults: Arc<Mutex<VecDeque<(Operation, When, What)>>>,
     calls: Arc<Mutex<Vec<Operation>>>,
     claims: Arc<Mutex<Vec<Sent>>>,
+    hung: Arc<Mutex<Option<Ids>>>,
 }
 
 /// A command of a claim: whose it is, and when it was sent.
@@ -202,6 +206,7 @@ impl FaultStore {
             faults: Arc::new(Mutex::new(faults.into_iter().collect())),
             calls: Arc::default(),
             claims: Arc::default(),
+            hung: Arc::default(),
         }
     }
 
@@ -216,6 +221,11 @@ impl FaultStore {
     pub fn fault(&self, operation: Operation, when: When, what: What) {
         let fault = (operation, when, what);
         self.faults.lock().unwrap().push_back(fault);
+    }
+
+    /// From now on renewals of these ids get no answer.
+    pub fn hangs_renewals_of(&self, ids: Ids) {
+        *self.hung.lock().unwrap() = Some(ids);
     }
 
     /// From now on nothing fails.
@@ -335,6 +345,9 @@ impl ClaimStore for FaultStore {
     }
 
     fn renew(&self, id: &MessageId, owner: Owner, lease: Lease) -> Self::Future<bool> {
+        if self.hung.lock().unwrap().is_some_and(|hung| hung(id)) {
+            return Box::pin(pending());
+        }
         let id = id.clone();
         self.claims_command(Operation::Renew, owner, move |store| {
             now(store.renew(&id, owner, lease)).unwrap()

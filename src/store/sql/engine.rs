@@ -41,6 +41,10 @@ const CLAIM_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a renewal does: the others come after it on the same connection.
 const RENEW_PATIENCE: Duration = Duration::from_millis(300);
 
+/// How long is waited for the connection that renewals have, and for an answer on it when it is not new: it
+/// may have died while nobody looked, or be in the hands of a runtime that nobody drives.
+const RENEWALS_PATIENCE: Duration = Duration::from_secs(1);
+
 /// How often a claim is sent that cannot tell what became of it, because others were at the row.
 const CLAIM_TRIES: u32 = 5;
 
@@ -785,8 +789,8 @@ impl<B: Backend> Core<B> {
         use BackendErrorKind::{Denied, ReadOnly, Schema, Unavailable};
 
         let limit = self.settings.response_timeout;
-        // Whoever has it may be on a runtime that nobody drives any more.
-        let mut kept = timeout(limit, self.renewals.lock()).await.ok()?;
+        let soon = limit.min(RENEWALS_PATIENCE);
+        let mut kept = timeout(soon, self.renewals.lock()).await.ok()?;
         if self.pool.is_closed() {
             *kept = None;
             return None;
@@ -803,8 +807,9 @@ impl<B: Backend> Core<B> {
                 },
             };
             let sent = ask.send(&self.backend, &mut connection, patience);
-            let answer = match timeout(limit, sent).await {
+            let answer = match timeout(if fresh { limit } else { soon }, sent).await {
                 Ok(answer) => answer,
+                Err(_) if !fresh => continue,
                 Err(_) => return Some(Err(unavailable(TimedOut::new(limit)))),
             };
             match answer.as_ref().map_err(BackendError::kind) {

@@ -46,8 +46,8 @@
 //! pool when the first one comes, and go one after the other: handlers that hold all connections of a
 //! pool stop no renewal. What a pool does to its connections besides, such as to set a `search_path`, is
 //! not done there; a renewal that does not find its table that way takes a connection of the pool.
-//! Where a table of the same name is found instead, no lease is renewed: then the table is to be named
-//! with its schema.
+//! Where a table of the same name is found instead, each claim is taken again over the pool in place of its
+//! renewal: then the table is to be named with its schema.
 //!
 //! A call that is dropped leaves no connection in the middle of an answer: a statement that was sent
 //! is finished by a task, one that was not is withdrawn. Whether it took effect is then unknown, as
@@ -327,7 +327,8 @@ pub type MySqlStore = SqlStore<MySqlTable>;
 /// file; it must not lie on a network drive. A new file has pages of 1 KiB, and the log beside
 /// it grows to some 32 MiB before it is written into the file. Its folder has to be there. On a pool
 /// of the caller's own its options hold; it needs a `busy_timeout` below the
-/// [`response_timeout`](SqlStoreBuilder::response_timeout).
+/// [`response_timeout`](SqlStoreBuilder::response_timeout), and for claims no `locking_mode = EXCLUSIVE`, which
+/// shuts out the connection of the renewals.
 ///
 /// Times come from the clock of the host, in milliseconds.
 ///

@@ -22,9 +22,11 @@ use std::{sync::Arc, time::Duration};
 /// Microseconds since 1970, at the instant they are asked for.
 ///
 /// `SYSDATE` is the clock of that instant, but in the time zone of the session, which may have an
-/// hour twice. So it only says how long ago the statement started; when that was is told in UTC.
+/// hour twice, or leave one out. So it only says how long ago the statement started, if that is believable;
+/// when that was is told in UTC.
 const NOW: &str = "(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) \
-     + GREATEST(TIMESTAMPDIFF(MICROSECOND, NOW(6), SYSDATE(6)), 0))";
+     + IF(TIMESTAMPDIFF(MICROSECOND, NOW(6), SYSDATE(6)) BETWEEN 0 AND 1500000000, \
+     TIMESTAMPDIFF(MICROSECOND, NOW(6), SYSDATE(6)), 0))";
 
 /// The same as of the start of the statement, which an index can be searched with.
 const START: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
@@ -473,7 +475,7 @@ fn kind(number: u16) -> BackendErrorKind {
         1046 | 1049 | 1054 | 1146 | 1932 => Schema,
         1406 => UnsuitableId,
         // Too many connections, node not ready, shutdown, net errors, killed, query interrupted, disk full, table
-        // definition changed, too many prepared statements.
+        // definition changed, too many prepared statements, disconnected for inactivity.
         1040
         | 1053
         | 1077
@@ -489,7 +491,8 @@ fn kind(number: u16) -> BackendErrorKind {
         | 1927
         | 2006
         | 2013
-        | 3024 => Unavailable,
+        | 3024
+        | 4031 => Unavailable,
         _ => Other,
     }
 }

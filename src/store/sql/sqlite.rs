@@ -96,6 +96,12 @@ impl Backend for SqliteTable {
             )
             .into());
         }
+        // Otherwise it would look like a file that cannot be opened at the moment.
+        let folder = file.parent().filter(|it| !it.as_os_str().is_empty());
+        if folder.is_some_and(|folder| !folder.is_dir()) || file.is_dir() {
+            let expected = "a file in a folder that is there";
+            return Err(ConfigError::new("url", "of no such file", expected).into());
+        }
         let options = options
             .create_if_missing(true)
             .journal_mode(SqliteJournalMode::Wal)
