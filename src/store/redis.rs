@@ -72,8 +72,8 @@
 //!
 //! A command whose connection was lost, or that met a replica, is sent once more on a new
 //! connection: all commands here may be sent twice. One that got no answer in time is not. Sent
-//! again after it took effect, a claim is won as before, and a mark stands; but a release or a
-//! completion answers that the claim is not held, since it no longer is.
+//! again after it took effect, a claim is won as before, and a mark stands; a release or a completion
+//! answers that the claim was held, since nothing tells that it was not.
 //!
 //! A store is used in a tokio runtime; a command polled outside of one is an error, and one in a
 //! runtime without I/O or time driver panics. A store may outlive the runtime it was made in: the
