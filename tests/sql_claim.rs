@@ -598,11 +598,19 @@ async fn lost<W: World>(world: Option<W>) {
         assert!(store.renew(&id("a"), ME, long()).await.unwrap());
     }
 
-    // No answer: that one is unknown, and the next has another connection.
+    // One that died while nobody looked gives no answer. It is replaced at once.
     proxy.swallow_present();
+    assert!(store.renew(&id("a"), ME, long()).await.unwrap());
+    // Nor does the next one: that is unknown.
+    proxy.swallow_replies(true);
     let error = store.renew(&id("a"), ME, long()).await.unwrap_err();
     assert_eq!(error.kind(), BackendErrorKind::Unavailable, "{error}");
-    assert!(store.renew(&id("a"), ME, long()).await.unwrap());
+    proxy.swallow_replies(false);
+    until("it renews again", async || {
+        let renewed = store.renew(&id("a"), ME, long()).await;
+        renewed.is_ok_and(|held| held)
+    })
+    .await;
 
     // No server for a while.
     proxy.refuse(true);
