@@ -12,17 +12,14 @@ mod postgres;
 
 use futures_util::future::{join_all, try_join_all};
 use postgres::{Db, NOW, Tables, id, is_kind, until};
-use services::{PATIENCE, Proxy, unique};
+use services::{Bouncer, PATIENCE, Proxy, unique};
 use sqlx::{Executor, PgPool, Row, postgres::PgPoolOptions};
 use std::{
     error::Error,
-    fs,
     future::{Future, poll_fn},
     io::{Read, Write},
     net::{TcpListener, ToSocketAddrs},
-    os::unix::fs::MetadataExt,
     pin::pin,
-    process::{Child, Command, Stdio},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -1432,80 +1429,12 @@ async fn limits_that_the_user_set_are_kept_and_can_be_tried_again() {
 
 // ===== a pooler =====
 
-/// PgBouncer in transaction mode in front of the server, ended when dropped.
-struct Bouncer {
-    child: Child,
-    port: u16,
-    dir: std::path::PathBuf,
-}
-
-impl Bouncer {
-    fn start(db: &Db) -> Option<Bouncer> {
-        let program = services::program("pgbouncer")?;
-        // Somebody else may take the port between the look and the start.
-        for _ in 0..10 {
-            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            let port = listener.local_addr().unwrap().port();
-            drop(listener);
-            let dir = std::env::temp_dir().join(unique("bouncer"));
-            fs::create_dir(&dir).unwrap();
-            let server = services::host_and_port(&db.url);
-            let (host, server_port) = server.rsplit_once(':').unwrap();
-            let file = dir.join("pgbouncer.ini");
-            let text = format!(
-                "[databases]\ntest = host={host} port={server_port} dbname=test user=postgres\n[pgbouncer]\n\
-                 listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nmax_client_conn = 500\n\
-                 default_pool_size = 2\nauth_type = any\n\
-                 pool_mode = transaction\nignore_startup_parameters = extra_float_digits\n"
-            );
-            fs::write(&file, text).unwrap();
-            let mut command = Command::new(&program);
-            // It does not want to be root.
-            if fs::metadata(&dir).unwrap().uid() == 0 {
-                command.args(["-u", "nobody"]);
-            }
-            let child = command
-                .arg(&file)
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .spawn()
-                .unwrap();
-            let mut bouncer = Bouncer { child, port, dir };
-            let mut up = None;
-            services::wait_until("pgbouncer is up or has ended", || {
-                let listens = services::reachable(&format!("postgres://127.0.0.1:{port}"));
-                up = match bouncer.child.try_wait().unwrap() {
-                    Some(_) => Some(false),
-                    None => listens.then_some(true),
-                };
-                up.is_some()
-            });
-            if up == Some(true) {
-                return Some(bouncer);
-            }
-        }
-        panic!("pgbouncer does not start");
-    }
-
-    fn url(&self) -> String {
-        format!("postgres://postgres@127.0.0.1:{}/test", self.port)
-    }
-}
-
-impl Drop for Bouncer {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        let _ = fs::remove_dir_all(&self.dir);
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pooler_in_transaction_mode_carries_everything() {
     let Some(db) = Db::bare("bouncer").await else {
         return;
     };
-    let Some(bouncer) = Bouncer::start(&db) else {
+    let Some(bouncer) = Bouncer::start(&db.url) else {
         return;
     };
     let url = bouncer.url();
@@ -1592,7 +1521,7 @@ async fn a_pooler_that_mixes_statements_up_mixes_no_tables_up() {
         return;
     };
     let b = Db::migrated("mixed_b").await.unwrap();
-    let Some(bouncer) = Bouncer::start(&a) else {
+    let Some(bouncer) = Bouncer::start(&a.url) else {
         return;
     };
     let mut refused = 0;
