@@ -999,3 +999,13 @@ async fn renewals_without_an_answer_hold_up_no_others() {
     );
     drop(hung);
 }
+
+/// What ends on the way to the store is not lost.
+#[tokio::test(start_paused = true)]
+async fn a_release_that_takes_longer_than_its_claim_tells_of_no_loss() {
+    let store = FaultStore::timed([(Release, Before, Wait(4 * SECOND))]);
+    let (layer, events) = claiming(&store);
+    let running = start(&layer, "a", Do::Fail).await;
+    assert!(running.await.unwrap().is_err());
+    assert_eq!(events.all(), NOTHING);
+}

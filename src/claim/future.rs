@@ -105,8 +105,8 @@ pin_project! {
         Releasing {
             #[pin]
             release: Resent<B>,
-            // Whether it was held as far as was known.
-            held: bool,
+            // Whether it is lost if the store does not know of it.
+            lost: Lost,
             then: Option<Then<Res>>,
         },
         Done,
@@ -119,6 +119,16 @@ enum Then<Res> {
     Answer(Result<Res, BoxError>),
     /// The claim failed.
     Unclaimed(StoreError),
+}
+
+/// Whether a claim is lost that the store does not know of when it is to be released.
+enum Lost {
+    /// That was told, or there was none.
+    No,
+    /// Until then; afterwards it has ended on the way.
+    Before(Instant),
+    /// It was over before.
+    Yes,
 }
 
 /// How long a call has waited and waits yet.
@@ -329,7 +339,7 @@ where
                     guard.due = Due::Nothing;
                     // Unmarked, it may not be run by others before the lease has ended.
                     let held = match answer {
-                        Ok(_) => guard.leave(),
+                        Ok(_) => guard.leave().is_some(),
                         Err(_) => {
                             guard.keep();
                             false
@@ -356,7 +366,7 @@ where
                 }
                 StateProj::Releasing {
                     release,
-                    held,
+                    lost,
                     then,
                 } => {
                     let released = ready!(guard.poll_release(release, cx));
@@ -365,7 +375,7 @@ where
                     match then.take().expect("polled after completion") {
                         Then::Answer(answer) => {
                             match released {
-                                Ok(still_held) if *held && !still_held => {
+                                Ok(false) if lost.is_lost() => {
                                     shared.reporter.report(&Event::LeaseLost { id });
                                 }
                                 Ok(_) => {}
@@ -437,8 +447,29 @@ impl<F, Res, C, B> State<F, Res, C, B> {
         guard.due = Due::Release;
         State::Releasing {
             release: Resent::new(),
-            held: guard.leave(),
+            lost: Lost::new(guard.leave()),
             then: Some(then),
+        }
+    }
+}
+
+// ===== impl Lost =====
+
+impl Lost {
+    /// Of a claim that is held until `end` as far as is known.
+    fn new(end: Option<Instant>) -> Self {
+        match end {
+            None => Lost::No,
+            Some(end) if end <= Instant::now() => Lost::Yes,
+            Some(end) => Lost::Before(end),
+        }
+    }
+
+    fn is_lost(&self) -> bool {
+        match *self {
+            Lost::No => false,
+            Lost::Before(end) => Instant::now() < end,
+            Lost::Yes => true,
         }
     }
 }

@@ -94,9 +94,12 @@ impl<St: ClaimStore> Guard<St> {
         }
     }
 
-    /// The claim is renewed no longer. Answers whether it was held as far as is known.
-    pub(super) fn leave(&mut self) -> bool {
-        mem::take(&mut self.claimed) && self.settings.renewal.leave(self.owner)
+    /// The claim is renewed no longer. Answers until when it is held, as far as is known.
+    pub(super) fn leave(&mut self) -> Option<Instant> {
+        if !mem::take(&mut self.claimed) {
+            return None;
+        }
+        self.settings.renewal.leave(self.owner)
     }
 
     pub(super) fn poll_complete(

@@ -169,10 +169,11 @@ impl<St: ClaimStore> Renewal<St> {
         }
     }
 
-    /// Renews this claim no longer, as it is about to be released or is done. Answers whether it was held as
-    /// far as is known: a claim whose loss was reported is not there any more.
-    pub(super) fn leave(&self, owner: Owner) -> bool {
-        self.inner.lock().remove(owner)
+    /// Renews this claim no longer, as it is about to be released or is done. Answers until when it is held by
+    /// our own count; `None` for a claim whose loss was reported.
+    pub(super) fn leave(&self, owner: Owner) -> Option<Instant> {
+        let held = self.inner.lock().remove(owner)?;
+        Some(held.since + self.inner.lease.length())
     }
 
     /// Renews this claim no longer, and leaves it to end with its lease.
@@ -223,17 +224,11 @@ impl State {
         self.find(owner).is_some_and(|held| !held.kept)
     }
 
-    fn remove(&mut self, owner: Owner) -> bool {
-        match self
+    fn remove(&mut self, owner: Owner) -> Option<Held> {
+        let entry = self
             .claims
-            .find_entry(hash(owner), |held| held.owner == owner)
-        {
-            Ok(entry) => {
-                entry.remove();
-                true
-            }
-            Err(_) => false,
-        }
+            .find_entry(hash(owner), |held| held.owner == owner);
+        Some(entry.ok()?.remove().0)
     }
 }
 
