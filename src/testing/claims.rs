@@ -1355,7 +1355,7 @@ async fn until_lost<St: ClaimStore>(
 ) -> Result<Option<Instant>, Breach> {
     let answered = Instant::now();
     let (mut last, mut too_long) = (Duration::ZERO, 0);
-    let breach = |rule, answer: fmt::Arguments<'_>| {
+    let breach = |rule, answer: String| {
         let answered = format!("{} → {answer}", Command::Claim(other));
         Err(Breach::new(rule, id, answered))
     };
@@ -1366,10 +1366,7 @@ async fn until_lost<St: ClaimStore>(
         let age = sent.elapsed();
         match answer {
             Claim::Won if age < nearly(length) => {
-                return breach(
-                    rule,
-                    format_args!("Won, {age:?} into a lease of {length:?}"),
-                );
+                return breach(rule, format!("Won, {age:?} into a lease of {length:?}"));
             }
             Claim::Won => {
                 // Late enough that one which was not renewed is over, even if it took a quarter longer.
@@ -1378,7 +1375,7 @@ async fn until_lost<St: ClaimStore>(
             Claim::Done => {
                 return breach(
                     NO_EFFECT,
-                    format_args!("Done, {age:?} into a lease of {length:?}"),
+                    format!("Done, {age:?} into a lease of {length:?}"),
                 );
             }
             Claim::Busy { retry_after } => {
@@ -1387,13 +1384,13 @@ async fn until_lost<St: ClaimStore>(
                 // For once, such as behind a lock, a store may not be able to tell.
                 too_long = if retry_after > limit { too_long + 1 } else { 0 };
                 if retry_after.is_zero() || too_long == 3 {
-                    let answer = format_args!("Busy for {retry_after:?}, with {left:?} left");
+                    let answer = format!("Busy for {retry_after:?}, with {left:?} left");
                     return breach(RETRY, answer);
                 }
                 // By when it was asked: an answer that took long is no wrong one.
                 let asked = asked - answered;
                 if asked > 5 * length + Duration::from_secs(5) {
-                    let answer = format_args!("Busy, {asked:?} into a lease of {length:?}");
+                    let answer = format!("Busy, {asked:?} into a lease of {length:?}");
                     return breach(ENDS, answer);
                 }
             }
