@@ -92,7 +92,7 @@
 //!
 //! # What is promised
 //!
-//! Two modes: the seen-set, which is [`IdempotencyLayer`] as it is, and the [claim], which
+//! Two modes: the seen-set, which is [`IdempotencyLayer`] as it is, and the claim, which
 //! `.claim(lease)` turns it into.
 //!
 //! | | seen-set | claim |

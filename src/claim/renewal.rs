@@ -114,23 +114,24 @@ impl<St: ClaimStore> Renewal<St> {
     /// Outside of a runtime it is held for the time of one lease, unless a task is there already.
     pub(super) fn enter(&self, owner: Owner, id: &MessageId, since: Instant) {
         let mut state = self.inner.lock();
-        // It was over, and was won again.
-        if let Some(held) = state.find(owner) {
-            held.since = held.since.max(since);
-            return;
+        match state.find(owner) {
+            // It was over, and was won again.
+            Some(held) => held.since = held.since.max(since),
+            None => {
+                let held = Held {
+                    owner,
+                    id: id.clone(),
+                    since,
+                    sending: None,
+                    marking: false,
+                    kept: false,
+                    runtime: None,
+                };
+                state
+                    .claims
+                    .insert_unique(hash(owner), held, |held| hash(held.owner));
+            }
         }
-        let held = Held {
-            owner,
-            id: id.clone(),
-            since,
-            sending: None,
-            marking: false,
-            kept: false,
-            runtime: None,
-        };
-        state
-            .claims
-            .insert_unique(hash(owner), held, |held| hash(held.owner));
         state.entered = true;
         // One that is late goes on nowhere: its runtime has ended, or nobody drives it.
         let patience = self.inner.lease.renewed_every();
