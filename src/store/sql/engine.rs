@@ -411,8 +411,9 @@ pub(in crate::store) struct Core<B: Backend> {
     /// Whether nobody else uses the pool.
     own_pool: bool,
     settings: Settings,
-    /// Looked up once.
+    /// Looked up once, and by one at a time.
     column: OnceLock<Column>,
+    looks: Arc<Semaphore>,
     seen: Lane,
     remember: Lane,
     /// How many statements for a single id may wait for rows at once: never on all connections.
@@ -433,6 +434,7 @@ impl<B: Backend> Core<B> {
             own_pool,
             settings,
             column: OnceLock::new(),
+            looks: Arc::new(Semaphore::new(1)),
             seen: Lane::new(patience),
             remember: Lane::new(patience),
             renewals: Mutex::new(None),
@@ -589,9 +591,18 @@ impl<B: Backend> Core<B> {
         }
     }
 
-    /// What the table holds, looked up before its first use. Whoever comes before the first answer
-    /// looks for itself: nobody waits for somebody who may not go on, nor for a row of failures.
+    /// What the table holds, looked up before its first use. One caller looks, and the others wait for it,
+    /// but no longer than a statement may take: then each looks for itself, as the first one may not go on.
     async fn column(self: &Arc<Self>, runtime: &Handle) -> Result<Column, BackendError> {
+        if let Some(column) = self.column.get() {
+            return Ok(*column);
+        }
+        let limit = self.settings.response_timeout;
+        let place = {
+            let _entered = runtime.enter();
+            timeout(limit, self.looks.clone().acquire_owned())
+        };
+        let place = place.await;
         if let Some(column) = self.column.get() {
             return Ok(*column);
         }
@@ -600,17 +611,16 @@ impl<B: Backend> Core<B> {
         let mut connection = Within::new(runtime, Dropped::Ends, connection).await?;
         let core = self.clone();
         let look = async move {
-            let limit = core.settings.response_timeout;
+            let _place = place;
             match timeout(limit, core.backend.check(&mut connection)).await {
                 Ok(answer) => {
                     core.give_back(Some(connection));
-                    answer
+                    answer.map(|column| *core.column.get_or_init(|| column))
                 }
                 Err(_) => Err(core.hung(connection)),
             }
         };
-        let column = Within::new(runtime, Dropped::GoesOn, look).await?;
-        Ok(*self.column.get_or_init(|| column))
+        Within::new(runtime, Dropped::GoesOn, look).await
     }
 
     async fn acquire(&self) -> Result<PoolConnection<B::Db>, BackendError> {
