@@ -79,9 +79,10 @@ pub enum Event<'a> {
         /// What the store said to the last try.
         error: &'a StoreError,
     },
-    /// The claim ended while the handler was running or its mark was due: renewals came too late or
-    /// failed, or somebody dropped the record. Another copy may run beside it. Told at most once for a call:
-    /// not where the claim could be taken again, since nobody held it by then. The handler goes on.
+    /// The claim ended while the handler was running, before it could begin or while its mark was due: renewals came too late or
+    /// failed, or somebody dropped the record. Another copy may run beside it. Told at most once for a
+    /// claim, and not where it could be taken again, since nobody held it by then. A handler that runs goes on; one
+    /// that has not begun waits for a claim anew.
     #[non_exhaustive]
     LeaseLost {
         /// The message.

@@ -249,7 +249,11 @@ where
                         }
                         Ok(Claim::Busy { retry_after }) => {
                             guard.due = Due::Nothing;
-                            guard.leave();
+                            // A renewal under way may still win for the owner that was, and gives that back.
+                            if guard.is_claimed() {
+                                guard.leave();
+                                guard.owner = Owner::random();
+                            }
                             let (id, shared) = (known(&guard.id), &guard.settings.shared);
                             if let Some(timer) = this.waits.next() {
                                 // Gives back what the service had reserved.

@@ -36,9 +36,8 @@ pub(super) struct Guard<St: ClaimStore> {
     pub(super) due: Due,
     /// Whether there is a claim, which is being renewed.
     claimed: bool,
-    /// The runtime that the call waits on, and whether the renewal knows of it.
+    /// The runtime that the call waits on.
     runtime: Option<Handle>,
-    waits: bool,
 }
 
 /// What is due when the call is dropped.
@@ -64,7 +63,6 @@ impl<St: ClaimStore> Guard<St> {
             due: Due::Nothing,
             claimed: false,
             runtime: None,
-            waits: false,
         }
     }
 
@@ -147,14 +145,6 @@ impl<St: ClaimStore> Guard<St> {
     /// The latest one counts: a future may move to another runtime, and the first one end.
     pub(super) fn note_runtime(&mut self) {
         self.runtime = Handle::try_current().ok();
-        if let Some(runtime) = self
-            .runtime
-            .as_ref()
-            .filter(|_| self.claimed && !self.waits)
-        {
-            self.settings.renewal.waits(self.owner, runtime);
-            self.waits = true;
-        }
     }
 }
 
@@ -167,7 +157,6 @@ impl<St: ClaimStore> Drop for Guard<St> {
             Due::Release | Due::ReleaseOrKeep => Some(Operation::Release),
             Due::Mark => Some(Operation::Complete),
         };
-        let won = self.claimed;
         match operation {
             None => self.keep(),
             // It must not be undone by a renewal.
@@ -185,7 +174,7 @@ impl<St: ClaimStore> Drop for Guard<St> {
             id,
             owner: self.owner,
             operation,
-            overtakes: !won,
+            overtakes: self.due == Due::Release,
             claimed: mem::take(&mut self.claimed),
             answered: false,
         };
@@ -217,17 +206,17 @@ struct LeftOver<St: ClaimStore> {
 impl<St: ClaimStore> LeftOver<St> {
     async fn finish(mut self) {
         let marks = self.operation == Operation::Complete;
-        let mut answer = self.send().await;
+        let mut answer = self.send(self.settings.shared.mark_retries).await;
+        self.answered = true;
         if self.overtakes && !marks {
             let mut pauses = OVERTAKEN.iter();
             while let (Ok(false), Some(&pause)) = (&answer, pauses.next()) {
                 if let Some(mut timer) = Timer::start(pause) {
                     poll_fn(|cx| timer.poll(cx)).await;
                 }
-                answer = self.send().await;
+                answer = self.send(0).await;
             }
         }
-        self.answered = true;
         self.leave(answer.is_ok());
         let id = &self.id;
         let reporter = &self.settings.shared.reporter;
@@ -240,9 +229,8 @@ impl<St: ClaimStore> LeftOver<St> {
         }
     }
 
-    async fn send(&self) -> Result<bool, StoreError> {
+    async fn send(&self, retries: u32) -> Result<bool, StoreError> {
         let settings = &self.settings;
-        let retries = settings.shared.mark_retries;
         let mut command = pin!(Resent::new());
         poll_fn(|cx| {
             let command = command.as_mut();

@@ -55,7 +55,8 @@ impl<St: ClaimStore, X, D> IdempotencyLayer<St, X, D> {
     /// [`claim`](crate::claim) for what changes.
     ///
     /// A claim that fails is sent again twice, after 100 and 200 ms, by the same owner, and then
-    /// released.
+    /// released. It may take as long as [`store_timeout`](IdempotencyLayer::store_timeout) says, and no longer than
+    /// the lease: one that was over before the handler could begin is claimed anew, twice, and then an error.
     #[cfg_attr(docsrs, doc(cfg(feature = "tokio")))]
     pub fn claim(self, lease: Lease) -> ClaimLayer<St, X, D> {
         let shared = Shared::clone(&self.shared);

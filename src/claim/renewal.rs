@@ -86,7 +86,7 @@ struct Held {
     marking: bool,
     /// Its call has left and keeps what it holds: a renewal that is under way is the last one.
     kept: bool,
-    /// Where its call waits.
+    /// Where its call was polled when it was won.
     runtime: Option<Handle>,
 }
 
@@ -113,10 +113,14 @@ impl<St: ClaimStore> Renewal<St> {
     ///
     /// Outside of a runtime it is held for the time of one lease, unless a task is there already.
     pub(super) fn enter(&self, owner: Owner, id: &MessageId, since: Instant) {
+        let here = Handle::try_current().ok();
         let mut state = self.inner.lock();
         match state.find(owner) {
             // It was over, and was won again.
-            Some(held) => held.since = held.since.max(since),
+            Some(held) => {
+                held.since = held.since.max(since);
+                held.runtime = here.clone();
+            }
             None => {
                 let held = Held {
                     owner,
@@ -125,7 +129,7 @@ impl<St: ClaimStore> Renewal<St> {
                     sending: None,
                     marking: false,
                     kept: false,
-                    runtime: None,
+                    runtime: here.clone(),
                 };
                 state
                     .claims
@@ -139,7 +143,7 @@ impl<St: ClaimStore> Renewal<St> {
         if state.task.as_ref().is_some_and(there) {
             return;
         }
-        let Ok(runtime) = Handle::try_current() else {
+        let Some(runtime) = here else {
             return;
         };
         let task = self.inner.task(&mut state);
@@ -160,13 +164,6 @@ impl<St: ClaimStore> Renewal<St> {
     pub(super) fn marking(&self, owner: Owner) {
         if let Some(held) = self.inner.lock().find(owner) {
             held.marking = true;
-        }
-    }
-
-    /// The call of this claim waits on this runtime.
-    pub(super) fn waits(&self, owner: Owner, runtime: &Handle) {
-        if let Some(held) = self.inner.lock().find(owner) {
-            held.runtime = Some(runtime.clone());
         }
     }
 
@@ -273,17 +270,21 @@ impl<St: ClaimStore> Inner<St> {
             state.task = None;
             return None;
         }
-        let next = Instant::now() + self.pause();
+        let now = Instant::now();
+        let next = now + self.pause();
         task.looks = next;
-        // The last renewal of one that is kept went with its task.
-        let over = |held: &mut Held| held.kept && held.sending != Some(number);
-        state.claims.retain(|held| !over(held));
+        // Of one that is kept, the last renewal was answered, or went with its task.
+        let length = self.lease.length();
+        let gone = |held: &Held, by: u64| by != number && held.since + length <= now;
+        state
+            .claims
+            .retain(|held| !held.kept || held.sending.is_some_and(|by| !gone(held, by)));
         let (len, capacity) = (state.claims.len(), state.claims.capacity());
         if len < capacity / 8 && capacity > SMALL {
             state.claims.shrink_to(2 * len, |held| hash(held.owner));
         }
         for held in &mut state.claims {
-            let idle = held.sending != Some(number);
+            let idle = held.sending != Some(number) && !held.kept;
             if idle && held.since + self.lease.renewed_every() <= next {
                 held.sending = Some(number);
                 due.push_back((held.owner, held.id.clone()));
@@ -345,18 +346,23 @@ impl<St: ClaimStore> Inner<St> {
             let mut state = self.lock();
             match state.find(owner) {
                 Some(held) if held.kept => {
-                    state.remove(owner);
+                    if held.sending == Some(number) {
+                        state.remove(owner);
+                    }
                     false
                 }
                 Some(held) => {
-                    held.sending = None;
+                    if held.sending == Some(number) {
+                        held.sending = None;
+                    }
                     let lost = match answer {
                         Ok(Renewed::Held) => {
                             held.since = held.since.max(sent);
                             false
                         }
                         Ok(Renewed::Done) if held.marking => false,
-                        Ok(_) => true,
+                        // Unless its call has won it anew since.
+                        Ok(_) => held.since <= sent,
                         // Unknown, so it is tried again while it may be held.
                         Err(_) => held.since + self.lease.length() <= Instant::now(),
                     };
@@ -466,25 +472,32 @@ impl<St: ClaimStore> Renewing<St> {
         // What is taken again for a call that has left is still to be released.
         while under_way.join_next().await.is_some() {}
     }
-}
 
-impl<St: ClaimStore> Renewing<St> {
-    /// Another one, on a runtime that has not ended: claims that were made there are tried one by one.
+    /// Another one, on a runtime that has not ended: those where claims were won are tried one by one.
     fn follow(&self) {
         loop {
-            let mut state = self.inner.lock();
-            let mut runtimes = state
-                .claims
-                .iter_mut()
-                .filter_map(|held| held.runtime.take());
-            let Some(runtime) = runtimes.next() else {
-                return;
+            let runtimes: Vec<_> = {
+                let mut state = self.inner.lock();
+                let claims = state.claims.iter_mut();
+                claims
+                    .filter_map(|held| Some((held.owner, held.runtime.clone()?)))
+                    .collect()
             };
-            let task = self.inner.task(&mut state);
-            drop(state);
-            // On one that has ended it is dropped at once.
-            if !runtime.spawn(task.run()).is_finished() {
+            if runtimes.is_empty() {
                 return;
+            }
+            for (owner, runtime) in runtimes {
+                let mut state = self.inner.lock();
+                match state.find(owner) {
+                    Some(held) => held.runtime = None,
+                    None => continue,
+                }
+                let task = self.inner.task(&mut state);
+                drop(state);
+                // On one that has ended it is dropped at once.
+                if !runtime.spawn(task.run()).is_finished() {
+                    return;
+                }
             }
         }
     }

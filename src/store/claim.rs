@@ -157,8 +157,8 @@ impl Lease {
         })
     }
 
-    /// How long it is not renewed at most, a third of its length unless set: a claim is renewed after three
-    /// quarters of that or a little later.
+    /// How long it is not renewed at most, a third of its length unless set: a claim is renewed in the last
+    /// quarter of that, and not more than five seconds before its end.
     ///
     /// # Errors
     ///

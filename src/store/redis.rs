@@ -73,7 +73,8 @@
 //! A command whose connection was lost, or that met a replica, is sent once more on a new
 //! connection: all commands here may be sent twice. One that got no answer in time is not. Sent
 //! again after it took effect, a claim is won as before, and a mark stands; a release or a completion
-//! answers that the claim was held, since nothing tells that it was not.
+//! answers that the claim was held, since nothing tells that it was not. (In a cluster the `redis` crate sends
+//! again by itself, and then they answer that it was not.)
 //!
 //! A store is used in a tokio runtime; a command polled outside of one is an error, and one in a
 //! runtime without I/O or time driver panics. A store may outlive the runtime it was made in: the
@@ -255,7 +256,7 @@ impl RedisStore {
         in_runtime(async move {
             let answer = record.link.query(&command).await;
             answer
-                .map(|answer| read(answer.value))
+                .map(read)
                 .map_err(|error| backend_error(error, &record.prefix))
         })
     }
@@ -699,24 +700,28 @@ impl Link {
     }
 
     /// Sends a command that may be sent twice.
-    async fn query(self: &Arc<Self>, command: &Cmd) -> RedisResult<Answer> {
+    async fn query(self: &Arc<Self>, command: &Cmd) -> RedisResult<Value> {
+        self.query_and_tell(command, &mut false).await
+    }
+
+    /// Tells whether it was sent twice although the first one may have taken effect.
+    async fn query_and_tell(
+        self: &Arc<Self>,
+        command: &Cmd,
+        again: &mut bool,
+    ) -> RedisResult<Value> {
         let live = self.live().await?;
         let error = match self.ask(&live, command).await {
             Err(error) if is_of_no_use(&error) && !error.is_timeout() => error,
-            Err(error) => return Err(error),
-            Ok(value) => {
-                let again = false;
-                return Ok(Answer { value, again });
-            }
+            answer => return answer,
         };
         // What was kept although it is of no use would say the same again.
         if self.is_up(&live) {
             return Err(error);
         }
         let live = self.live().await?;
-        let value = self.ask(&live, command).await?;
-        let again = !leads_to_a_replica(&error);
-        Ok(Answer { value, again })
+        *again |= !leads_to_a_replica(&error);
+        self.ask(&live, command).await
     }
 
     /// Runs a script that may run twice.
@@ -731,12 +736,16 @@ impl Link {
             command.arg(script).arg(1).arg(key).arg(arguments);
             command
         };
-        match self.query(&call("EVALSHA", script.hash.as_str())).await {
+        let mut again = false;
+        let short = call("EVALSHA", script.hash.as_str());
+        let value = match self.query_and_tell(&short, &mut again).await {
             Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
-                self.query(&call("EVAL", script.code.as_str())).await
+                let whole = call("EVAL", script.code.as_str());
+                self.query_and_tell(&whole, &mut again).await
             }
             answer => answer,
-        }
+        }?;
+        Ok(Answer { value, again })
     }
 
     async fn ask(&self, live: &Arc<Live>, command: &Cmd) -> RedisResult<Value> {

@@ -43,7 +43,7 @@ const RENEW_PATIENCE: Duration = Duration::from_millis(300);
 
 /// How long is waited for the connection that renewals have, and for an answer on it when it is not new: it
 /// may have died while nobody looked, or be in the hands of a runtime that nobody drives.
-const RENEWALS_PATIENCE: Duration = Duration::from_secs(1);
+const RENEWALS_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often a claim is sent that cannot tell what became of it, because others were at the row.
 const CLAIM_TRIES: u32 = 5;
