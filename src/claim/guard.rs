@@ -208,7 +208,7 @@ impl<St: ClaimStore> LeftOver<St> {
         let marks = self.operation == Operation::Complete;
         let mut answer = self.send(self.settings.shared.mark_retries).await;
         self.answered = true;
-        if self.overtakes && !marks {
+        if self.overtakes {
             let mut pauses = OVERTAKEN.iter();
             while let (Ok(false), Some(&pause)) = (&answer, pauses.next()) {
                 if let Some(mut timer) = Timer::start(pause) {
