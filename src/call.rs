@@ -30,6 +30,18 @@ pub(crate) struct Shared<St> {
     pub(crate) left_over: LeftOver,
 }
 
+/// The least that a message is parked for.
+#[cfg(feature = "tokio")]
+const SHORTEST_PARKING: Duration = Duration::from_millis(10);
+
+/// How long a message is parked that somebody else is at for so long: a little less, by chance, so that copies
+/// do not come back all at once.
+#[cfg(feature = "tokio")]
+pub(crate) fn parked_for(left: Duration) -> Duration {
+    let less = rand::random_range(0.75..1.0);
+    left.mul_f64(less).max(SHORTEST_PARKING)
+}
+
 // ===== the time limit =====
 
 pin_project! {

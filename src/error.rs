@@ -20,7 +20,7 @@ pub type BoxError = Box<dyn Error + Send + Sync>;
 /// Whether an error is the state of the infrastructure and not the handler's failure: such a
 /// message belongs back on its queue, not on the dead-letter queue.
 ///
-/// True for [`StoreError`], [`Parked`] and [`Unpublished`]. Looks at the error itself, not at its
+/// True for [`StoreError`], [`Parked`], [`Unfinished`] and [`Unpublished`]. Looks at the error itself, not at its
 /// sources: a handler that fails because of an error of this kind has failed.
 ///
 /// tower's own errors are not known here. Where load shedding or a buffer stands in the stack
@@ -29,7 +29,10 @@ pub type BoxError = Box<dyn Error + Send + Sync>;
 /// timeout around the handler is another matter: a handler that hung has failed.
 #[must_use]
 pub fn is_transient(error: &BoxError) -> bool {
-    error.is::<StoreError>() || error.is::<Parked>() || error.is::<Unpublished>()
+    error.is::<StoreError>()
+        || error.is::<Parked>()
+        || error.is::<Unfinished>()
+        || error.is::<Unpublished>()
 }
 
 /// What the store was asked.
@@ -50,11 +53,13 @@ pub enum Operation {
     Complete,
     /// To end a claim.
     Release,
+    /// To begin a transaction for a message.
+    Begin,
 }
 
 impl Operation {
     /// The name of the operation: `seen`, `remember`, `forget`, `claim`, `renew`, `complete`,
-    /// `release`.
+    /// `release`, `begin`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -65,6 +70,7 @@ impl Operation {
             Operation::Renew => "renew",
             Operation::Complete => "complete",
             Operation::Release => "release",
+            Operation::Begin => "begin",
         }
     }
 }
@@ -77,7 +83,7 @@ impl fmt::Display for Operation {
 
 /// The store did not do what it was asked, or did not say so in time.
 ///
-/// From `seen` and `claim`, the handler did not run. From `remember` and `complete` (errors only where
+/// From `seen`, `claim` and `begin`, the handler did not run. From `remember` and `complete` (errors only where
 /// [`OnMarkError::Fail`](crate::OnMarkError::Fail) asks for them), it ran and its effect stands.
 #[derive(Debug)]
 pub struct StoreError {
@@ -162,6 +168,76 @@ impl fmt::Display for Parked {
 }
 
 impl Error for Parked {}
+
+/// The handler of a message ran, and its transaction is not known to be committed: to be delivered again,
+/// and handled as a whole.
+///
+/// It must not be acked. Nothing that the handler wrote in its transaction has happened, or, where the
+/// [cause](Unfinished::cause) is [`Unknown`](UnfinishedCause::Unknown), either all of it or nothing; then the next
+/// delivery finds out. The [source](Error::source) is what went wrong: the handler's own error, where it gave one.
+#[derive(Debug)]
+pub struct Unfinished {
+    cause: UnfinishedCause,
+    source: BoxError,
+}
+
+/// Why a transaction is not known to be committed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum UnfinishedCause {
+    /// Another transaction was in the way of a statement of the handler's, or of the commit: serialization
+    /// failure, deadlock, lock wait. To be handled again soon.
+    Contention,
+    /// It was over before it could be committed, although the handler answered Ok: a statement had failed and
+    /// its error was not passed on, which has the database undo the others too, or it was rolled back by
+    /// hand. As a rule that is a fault of the handler's, which comes again with the message.
+    Undone,
+    /// The handler answered Ok and did not give it back: some task has it still.
+    Kept,
+    /// The connection was lost before the commit was sent.
+    Lost,
+    /// The commit was sent, and its answer did not come.
+    Unknown,
+}
+
+impl Unfinished {
+    /// A transaction that is not known to be committed.
+    pub fn new(cause: UnfinishedCause, source: impl Into<BoxError>) -> Self {
+        Unfinished {
+            cause,
+            source: source.into(),
+        }
+    }
+
+    /// Why it is not known to be committed.
+    #[must_use]
+    pub const fn cause(&self) -> UnfinishedCause {
+        self.cause
+    }
+}
+
+impl fmt::Display for Unfinished {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self.cause {
+            UnfinishedCause::Contention => "another transaction was in the way of the message's",
+            UnfinishedCause::Undone => {
+                "the message's transaction was undone before it could be committed"
+            }
+            UnfinishedCause::Kept => "the message's transaction was not given back",
+            UnfinishedCause::Lost => "the message's transaction was lost with its connection",
+            UnfinishedCause::Unknown => {
+                "the message's transaction was perhaps committed, and perhaps not"
+            }
+        };
+        write!(f, "{what}: {}", self.source)
+    }
+}
+
+impl Error for Unfinished {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(self.source.as_ref())
+    }
+}
 
 /// The store gave no answer within the time limit.
 ///

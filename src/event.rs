@@ -17,7 +17,7 @@
 //! ```
 
 use crate::{
-    error::{Operation, StoreError},
+    error::{Operation, StoreError, Unfinished},
     id::MessageId,
 };
 use std::{
@@ -62,10 +62,11 @@ pub enum Event<'a> {
         /// What the store said.
         error: &'a StoreError,
     },
-    /// The store could not say whether the id is remembered or claimed; the handler was not called.
+    /// The store could not say whether the id is remembered or claimed, or begin a transaction; the
+    /// handler was not called.
     #[non_exhaustive]
     StoreError {
-        /// The message.
+        /// The message; empty for one without an id.
         id: &'a MessageId,
         /// What the store said.
         error: &'a StoreError,
@@ -107,6 +108,14 @@ pub enum Event<'a> {
         /// What was left to do.
         operation: Operation,
     },
+    /// The handler ran, and its transaction is not known to be committed: the message is to run again.
+    #[non_exhaustive]
+    Unfinished {
+        /// The message; empty for one without an id.
+        id: &'a MessageId,
+        /// What became of the transaction.
+        error: &'a Unfinished,
+    },
     /// A full record dropped its oldest ids before their time: duplicates of them run again.
     #[non_exhaustive]
     Evicted {
@@ -118,7 +127,7 @@ pub enum Event<'a> {
 impl Event<'_> {
     /// The name of the decision, as the metrics have it: `ran`, `duplicate`, `parked`, `no_id`,
     /// `failed_open`, `store_error`, `mark_failed`, `lease_lost`, `release_failed`, `abandoned`,
-    /// `evicted`.
+    /// `unfinished`, `evicted`.
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match self {
@@ -132,6 +141,7 @@ impl Event<'_> {
             Event::LeaseLost { .. } => "lease_lost",
             Event::ReleaseFailed { .. } => "release_failed",
             Event::Abandoned { .. } => "abandoned",
+            Event::Unfinished { .. } => "unfinished",
             Event::Evicted { .. } => "evicted",
         }
     }
@@ -207,6 +217,7 @@ fn trace(event: &Event<'_>) {
         Event::Abandoned { id, operation } => {
             warn!(?id, %operation, "dropped, and what was left to do is not done");
         }
+        Event::Unfinished { id, error } => warn!(?id, %error, "ran, and is to run again"),
         Event::Evicted { count } => warn!(count, "the record is full: oldest ids dropped"),
     }
 }
@@ -240,6 +251,9 @@ fn count(event: &Event<'_>) {
         }
         Event::Abandoned { .. } => {
             counter!("tower_idempotency_events_total", "event" => "abandoned")
+        }
+        Event::Unfinished { .. } => {
+            counter!("tower_idempotency_events_total", "event" => "unfinished")
         }
         Event::Evicted { .. } => counter!("tower_idempotency_events_total", "event" => "evicted"),
     }

@@ -183,6 +183,12 @@ pub mod store;
 #[cfg(feature = "testing")]
 #[cfg_attr(docsrs, doc(cfg(feature = "testing")))]
 pub mod testing;
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
+#[cfg_attr(
+    docsrs,
+    doc(cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite")))
+)]
+pub mod transaction;
 
 #[cfg(feature = "tokio")]
 #[cfg_attr(docsrs, doc(cfg(feature = "tokio")))]
@@ -199,11 +205,17 @@ pub use self::store::RedisStore;
 #[cfg(feature = "sqlite")]
 #[cfg_attr(docsrs, doc(cfg(feature = "sqlite")))]
 pub use self::store::SqliteStore;
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
+#[cfg_attr(
+    docsrs,
+    doc(cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite")))
+)]
+pub use self::transaction::{LentTransaction, TransactionLayer, WithTransaction};
 pub use self::{
     ack::{Ack, IsDone, Outcome},
     dead_letter::{DeadLetter, DeadLetterLayer},
     envelope::Envelope,
-    error::{BackendError, BoxError, ConfigError, Parked, StoreError},
+    error::{BackendError, BoxError, ConfigError, Parked, StoreError, Unfinished},
     id::{ExtractId, MessageId, MetaId},
     idempotency::{Idempotency, IdempotencyLayer, OnMarkError, OnStoreError},
     store::{BoxStore, Claim, ClaimStore, Lease, MemoryStore, MemoryStoreBuilder, Owner, Store},

@@ -3,9 +3,9 @@
 
 #[path = "support/services.rs"]
 mod services;
-#[path = "sql_claim/statements.rs"]
+#[path = "support/statements.rs"]
 mod statements;
-#[path = "sql_claim/world.rs"]
+#[path = "support/world.rs"]
 mod world;
 
 use services::{Bouncer, PATIENCE, Proxy, drop_after};

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     ack::{Ack, IsDone},
-    call::{Resent, Timer},
+    call::{Resent, Timer, parked_for},
     error::{BoxError, Operation, Parked, StoreError, TimedOut},
     event::Event,
     id::MessageId,
@@ -30,9 +30,6 @@ const CLAIM_RETRIES: u32 = 2;
 /// How long a call waits before it claims again the first time; each further pause is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-
-/// The least that a message is parked for.
-const SHORTEST_PARKING: Duration = Duration::from_millis(10);
 
 pin_project! {
     /// The response future of [`ClaimService`](super::ClaimService).
@@ -264,8 +261,7 @@ where
                                 this.state.set(State::Waiting { timer });
                                 continue;
                             }
-                            let less = rand::random_range(0.75..1.0);
-                            let retry_after = retry_after.mul_f64(less).max(SHORTEST_PARKING);
+                            let retry_after = parked_for(retry_after);
                             let event = Event::Parked { id, retry_after };
                             shared.reporter.report(&event);
                             let parked = Parked::new(id.clone(), retry_after);

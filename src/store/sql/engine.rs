@@ -5,6 +5,7 @@ use super::{
     lane::{self, Answer, Batch, Lane},
 };
 use crate::{
+    call::LeftOver,
     error::{BackendError, BackendErrorKind, BoxError, ConfigError, TimedOut},
     id::MessageId,
     store::{
@@ -57,6 +58,10 @@ const LONGEST_HOLD: Duration = Duration::from_secs(60);
 /// Before a statement that another session was in the way of is sent again the first time.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(5);
 
+/// How long a claim lasts whose transaction somebody committed by hand, in microseconds. Others never see
+/// it otherwise.
+pub(super) const OPEN_LEASE: i64 = 60_000_000;
+
 /// How many rows one statement of a purge deletes.
 pub(super) const PURGE_BATCH: u32 = 1000;
 
@@ -105,6 +110,18 @@ pub enum Hold {
     Renew { lease: i64 },
     Complete,
     Release,
+}
+
+/// How much of what others do at the same time a transaction sees, by the names of standard SQL.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Isolation {
+    /// Each statement sees what was committed before it.
+    ReadCommitted,
+    /// All statements see what was committed before the first one.
+    RepeatableRead,
+    /// As if transactions came one after the other.
+    Serializable,
 }
 
 /// What became of it.
@@ -187,6 +204,43 @@ pub trait Backend: Sized + Send + Sync + 'static {
         owner: &str,
         patience: Duration,
     ) -> impl Future<Output = Result<Held, BackendError>> + Send;
+
+    /// What begins a transaction that may write.
+    fn begin(isolation: Option<Isolation>) -> &'static str;
+
+    /// Claims an id within a transaction, for as long as that is open. `patience` as of a
+    /// [`hold`](Self::hold), but what was waited for in vain is an error, and what comes later in the
+    /// transaction waits as it did before.
+    fn open(
+        &self,
+        connection: &mut <Self::Db as Database>::Connection,
+        key: &str,
+        owner: &str,
+        patience: Duration,
+    ) -> impl Future<Output = Result<Held, BackendError>> + Send;
+
+    /// Records in the same transaction that the id is done, or, where it is not to be `recorded`, takes
+    /// the claim away. Answers whether the claim was there.
+    fn close(
+        &self,
+        connection: &mut <Self::Db as Database>::Connection,
+        key: &str,
+        owner: &str,
+        recorded: bool,
+    ) -> impl Future<Output = Result<bool, BackendError>> + Send;
+
+    /// Makes sure that there is a transaction to roll back, where sqlx counts on one and takes it ill when it
+    /// is over.
+    fn reopen(
+        &self,
+        _: &mut <Self::Db as Database>::Connection,
+    ) -> impl Future<Output = ()> + Send {
+        async {}
+    }
+
+    /// Whether this error of a commit says that what was written is not acceptable: by its own
+    /// fault, and so that nothing was committed.
+    fn rejects(error: &dyn DatabaseError) -> bool;
 
     /// Makes a session, which nobody else uses, one for renewals: whose statements are committed, and
     /// wait so long for any lock.
@@ -406,11 +460,11 @@ impl<B: Backend> Ask<B> for Holding {
 
 /// What the clones of a store share.
 pub(in crate::store) struct Core<B: Backend> {
-    backend: B,
+    pub(super) backend: B,
     pool: Pool<B::Db>,
     /// Whether nobody else uses the pool.
     own_pool: bool,
-    settings: Settings,
+    pub(super) settings: Settings,
     /// Looked up once, and by one at a time.
     column: OnceLock<Column>,
     looks: Arc<Semaphore>,
@@ -539,7 +593,7 @@ impl<B: Backend> Core<B> {
     }
 
     /// Says that a claim was met that no worker here can have made.
-    fn endless(&self) {
+    pub(super) fn endless(&self) {
         #[cfg(feature = "tracing")]
         tracing::warn!(
             target: "tower_idempotency",
@@ -593,7 +647,7 @@ impl<B: Backend> Core<B> {
 
     /// What the table holds, looked up before its first use. One caller looks, and the others wait for it,
     /// but no longer than a statement may take: then each looks for itself, as the first one may not go on.
-    async fn column(self: &Arc<Self>, runtime: &Handle) -> Result<Column, BackendError> {
+    pub(super) async fn column(self: &Arc<Self>, runtime: &Handle) -> Result<Column, BackendError> {
         if let Some(column) = self.column.get() {
             return Ok(*column);
         }
@@ -623,7 +677,7 @@ impl<B: Backend> Core<B> {
         Within::new(runtime, Dropped::GoesOn, look).await
     }
 
-    async fn acquire(&self) -> Result<PoolConnection<B::Db>, BackendError> {
+    pub(super) async fn acquire(&self) -> Result<PoolConnection<B::Db>, BackendError> {
         let connection = self.pool.acquire().await;
         if let Err(sqlx::Error::PoolTimedOut) = connection {
             self.shed();
@@ -1076,7 +1130,7 @@ impl<B: Backend> fmt::Debug for Core<B> {
 
 // ===== tasks =====
 
-pub(super) fn runtime() -> Result<Handle, BackendError> {
+pub(crate) fn runtime() -> Result<Handle, BackendError> {
     Handle::try_current()
         .map_err(|error| unavailable(error).expected("SQL stores are used within a tokio runtime"))
 }
@@ -1107,7 +1161,7 @@ where
 
 /// What becomes of work whose caller is dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Dropped {
+pub(crate) enum Dropped {
     /// It ends where it is.
     Ends,
     /// A task finishes it: a connection is not left in the middle of an answer.
@@ -1116,14 +1170,15 @@ enum Dropped {
 
 /// Work that is polled and dropped within a runtime, wherever its caller is: connections need
 /// one even to be dropped.
-struct Within<T: 'static> {
+pub(crate) struct Within<T: 'static> {
     work: Option<BoxFuture<T>>,
     dropped: Dropped,
     runtime: Handle,
+    left_over: Option<LeftOver>,
 }
 
 impl<T: 'static> Within<T> {
-    fn new(
+    pub(crate) fn new(
         runtime: &Handle,
         dropped: Dropped,
         work: impl Future<Output = T> + Send + 'static,
@@ -1132,7 +1187,14 @@ impl<T: 'static> Within<T> {
             work: Some(Box::pin(work)),
             dropped,
             runtime: runtime.clone(),
+            left_over: None,
         }
+    }
+
+    /// Counts the task that finishes it, if there will be one.
+    pub(crate) fn counted(mut self, left_over: &LeftOver) -> Self {
+        self.left_over = Some(left_over.clone());
+        self
     }
 }
 
@@ -1156,9 +1218,11 @@ impl<T: 'static> Drop for Within<T> {
         match self.dropped {
             Dropped::Ends => drop(work),
             Dropped::GoesOn => {
+                let under_way = self.left_over.as_ref().map(LeftOver::begin);
                 // Dropped at once on a runtime that has ended.
                 self.runtime.spawn(async {
                     work.await;
+                    drop(under_way);
                 });
             }
         }

@@ -58,6 +58,11 @@ impl Column {
     }
 }
 
+/// What is stored while a message without an id is being handled: no id is ever stored so.
+pub(super) fn nameless(owner: &str) -> String {
+    format!("{HASHED}none:{owner}")
+}
+
 fn hashed(id: &str) -> String {
     let mut key = String::with_capacity(HASHED.len() + 64);
     key.push_str(HASHED);
@@ -162,6 +167,9 @@ mod tests {
         }
         for id in [&long, "a\0b", "sha256:x", &"é".repeat(128)] {
             assert!(key(id).starts_with("sha256:"), "{id:?}");
+        }
+        for id in ["none:7", &nameless("7")] {
+            assert_ne!(key(id), nameless("7"));
         }
         // The spelling of a stored hash is an id of its own.
         assert_ne!(key(&key(&long)), key(&long));

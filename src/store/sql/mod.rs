@@ -64,16 +64,18 @@
 //! A store is used within a tokio runtime with its I/O and time drivers (`enable_all`); outside of
 //! one an operation is an error.
 
-pub(in crate::store) mod engine;
+pub(crate) mod engine;
 mod key;
 mod lane;
 #[cfg(feature = "mysql")]
 mod mysql;
 #[cfg(feature = "postgres")]
 mod postgres;
+pub(crate) mod session;
 #[cfg(feature = "sqlite")]
 mod sqlite;
 
+pub use self::engine::Isolation;
 #[cfg(feature = "mysql")]
 #[cfg_attr(docsrs, doc(cfg(feature = "mysql")))]
 pub use self::mysql::MySqlTable;

@@ -2,8 +2,9 @@
 
 use super::{
     engine::{
-        Backend, CLAIM_GRACE, Command, Held, Hold, Layout, Migrated, PURGE_BATCH, Settings,
-        columns_fit, expect_scheme, failed, missing, no_connection, remaining, unfit,
+        Backend, CLAIM_GRACE, Command, Held, Hold, Isolation, Layout, Migrated, OPEN_LEASE,
+        PURGE_BATCH, Settings, columns_fit, expect_scheme, failed, missing, no_connection,
+        remaining, unfit,
     },
     key::{Column, Table},
 };
@@ -17,7 +18,7 @@ use sqlx::{
     mysql::{MySqlDatabaseError, MySqlPoolOptions, MySqlRow},
     pool::PoolConnection,
 };
-use std::{sync::Arc, time::Duration};
+use std::{fmt, sync::Arc, time::Duration};
 
 /// Microseconds since 1970, at the instant they are asked for.
 ///
@@ -34,12 +35,22 @@ const START: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
 /// How long `migrate()` waits for a lock, in seconds.
 const DDL_PATIENCE: u32 = 2;
 
-/// What a claim runs under on MariaDB, for the one statement. To MySQL it is a comment: there is no
+/// What a claim runs under on MariaDB, for the one statement: so many seconds to wait for locks, and
+/// assignments one after the other, as everywhere else. To MySQL it is a comment: there is no
 /// such thing, and the session's own settings hold.
-///
-/// The shortest wait there is, and assignments one after the other, as everywhere else.
-const CLAIM_SETTINGS: &str = "/*M! SET STATEMENT innodb_lock_wait_timeout = 1, lock_wait_timeout = 1, \
-     sql_mode = 'STRICT_TRANS_TABLES' FOR */";
+fn claim_settings(wait: impl fmt::Display) -> String {
+    format!(
+        "/*M! SET STATEMENT innodb_lock_wait_timeout = {wait}, lock_wait_timeout = {wait}, \
+         sql_mode = 'STRICT_TRANS_TABLES' FOR */ "
+    )
+}
+
+/// What is told of a claim within a transaction.
+const OPENED: u64 = 1;
+const DONE: u64 = 2;
+const ENDLESS: u64 = 3;
+/// Or more, by so many microseconds.
+const BUSY: u64 = 4;
 
 /// A table in MySQL or MariaDB, of a [`MySqlStore`](crate::MySqlStore) or of another fleet.
 #[derive(Debug)]
@@ -57,6 +68,9 @@ pub struct MySqlTable {
     complete: Arc<str>,
     completed: Arc<str>,
     release: Arc<str>,
+    open: Arc<str>,
+    close: Arc<str>,
+    withdraw: Arc<str>,
 }
 
 impl MySqlTable {
@@ -131,8 +145,8 @@ impl Backend for MySqlTable {
                 "state = 'seen', expires_at = NULL".to_owned(),
             ),
         };
-        let mine =
-            format!("message_id = ? AND owner = ? AND state = 'claimed' AND expires_at > {NOW}");
+        let ours = "message_id = ? AND owner = ? AND state = 'claimed'";
+        let mine = format!("{ours} AND expires_at > {NOW}");
         MySqlTable {
             seen: format!("SELECT 1 FROM {name} WHERE message_id = ? AND {done}").into(),
             remember: format!(
@@ -146,12 +160,14 @@ impl Backend for MySqlTable {
             // one may see a later clock, which ends no claim that an earlier one has seen
             // end. A row that stays keeps all it has.
             claim: format!(
-                "{CLAIM_SETTINGS} INSERT INTO {name} (message_id, state, owner, since, expires_at) \
+                "{}INSERT INTO {name} (message_id, state, owner, since, expires_at) \
                  VALUES (?, 'claimed', ?, {NOW}, {NOW} + ?) ON DUPLICATE KEY UPDATE \
                  state = IF(expires_at <= {NOW}, 'claimed', state), \
                  owner = IF(state = 'claimed' AND (owner = ? OR expires_at <= {NOW}), ?, owner), \
                  since = IF(state = 'claimed' AND owner = ?, {NOW}, since), \
-                 expires_at = IF(state = 'claimed' AND owner = ?, {NOW} + ?, expires_at)"
+                 expires_at = IF(state = 'claimed' AND owner = ?, {NOW} + ?, expires_at)",
+                // The shortest wait there is.
+                claim_settings(1)
             )
             .into(),
             claimed: format!(
@@ -173,6 +189,25 @@ impl Backend for MySqlTable {
             )
             .into(),
             release: format!("DELETE FROM {name} WHERE {mine}").into(),
+            // As `claim`, and what came of it is told where the server tells the number of a new row, by
+            // a statement that says so in either case. The last assignment sees what the others came
+            // to. A condition is always evaluated; a sum ends at its first null.
+            open: format!(
+                "INSERT INTO {name} (message_id, state, owner, since, expires_at) \
+                 VALUES (?, 'claimed', ?, IF(LAST_INSERT_ID({OPENED}) = {OPENED}, {NOW}, NULL), {NOW} + {OPEN_LEASE}) \
+                 ON DUPLICATE KEY UPDATE state = IF(expires_at <= {NOW}, 'claimed', state), \
+                 owner = IF(state = 'claimed' AND expires_at <= {NOW}, ?, owner), \
+                 since = IF(state = 'claimed' AND owner = ?, {NOW}, since), \
+                 expires_at = IF(LAST_INSERT_ID(CASE WHEN state = 'claimed' AND owner = ? THEN {OPENED} \
+                 WHEN state = 'done' THEN {DONE} WHEN expires_at IS NULL THEN {ENDLESS} \
+                 ELSE {BUSY} + GREATEST(expires_at - {NOW}, 0) END) = {OPENED}, {NOW} + {OPEN_LEASE}, expires_at)"
+            )
+            .into(),
+            close: format!(
+                "UPDATE {name} SET state = 'done', since = {NOW}, expires_at = {NOW} + ? WHERE {ours}"
+            )
+            .into(),
+            withdraw: format!("DELETE FROM {name} WHERE {ours}").into(),
             table,
             layout,
             ttl: settings.ttl,
@@ -423,6 +458,71 @@ impl Backend for MySqlTable {
             (_, Some(_)) => Ok(Held::Yes),
             (_, None) => Ok(Held::No),
         }
+    }
+
+    fn begin(isolation: Option<Isolation>) -> &'static str {
+        match isolation {
+            None => "START TRANSACTION",
+            Some(Isolation::ReadCommitted) => {
+                "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; START TRANSACTION"
+            }
+            Some(Isolation::RepeatableRead) => {
+                "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ; START TRANSACTION"
+            }
+            Some(Isolation::Serializable) => {
+                "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE; START TRANSACTION"
+            }
+        }
+    }
+
+    async fn open(
+        &self,
+        connection: &mut MySqlConnection,
+        key: &str,
+        owner: &str,
+        patience: Duration,
+    ) -> Result<Held, BackendError> {
+        // In whole seconds, of which the server takes no more than a year.
+        let wait = patience.as_millis().div_ceil(1000).clamp(1, 31_536_000);
+        let open = format!("{}{}", claim_settings(wait), self.open);
+        let open = sqlx::query(AssertSqlSafe(open)).bind(key).bind(owner);
+        let open = open.bind(owner).bind(owner).bind(owner);
+        let opened = open.execute(&mut *connection).await;
+        let opened = opened.map_err(|error| self.explained(error))?;
+        match opened.last_insert_id() {
+            OPENED => Ok(Held::Yes),
+            DONE => Ok(Held::Done),
+            ENDLESS => Ok(Held::Busy(None)),
+            told if told >= BUSY => Ok(Held::Busy(Some(Duration::from_micros(told - BUSY)))),
+            _ => {
+                let error = "the server did not tell what LAST_INSERT_ID() was set to";
+                Err(BackendError::new(BackendErrorKind::Other, error))
+            }
+        }
+    }
+
+    async fn close(
+        &self,
+        connection: &mut MySqlConnection,
+        key: &str,
+        owner: &str,
+        recorded: bool,
+    ) -> Result<bool, BackendError> {
+        let query = |statement: &Arc<str>| sqlx::query(AssertSqlSafe(statement.clone()));
+        let close = if recorded {
+            query(&self.close).bind(self.ttl.micros())
+        } else {
+            query(&self.withdraw)
+        };
+        let closed = close.bind(key).bind(owner).execute(&mut *connection).await;
+        // A row that is found is changed: either count is the same here.
+        let closed = closed.map_err(|error| self.explained(error))?;
+        Ok(closed.rows_affected() == 1)
+    }
+
+    /// Nothing is checked as late as in a commit.
+    fn rejects(_: &dyn DatabaseError) -> bool {
+        false
     }
 
     async fn settle(

@@ -3,8 +3,9 @@
 use super::{
     SqlStoreBuilder,
     engine::{
-        Backend, CLAIM_GRACE, Command, Held, Hold, Layout, Migrated, PURGE_BATCH, Settings,
-        columns_fit, expect_scheme, failed, missing, no_connection, remaining, unfit,
+        Backend, CLAIM_GRACE, Command, Held, Hold, Isolation, Layout, Migrated, OPEN_LEASE,
+        PURGE_BATCH, Settings, columns_fit, expect_scheme, failed, missing, no_connection,
+        remaining, unfit,
     },
     key::{Column, Table},
 };
@@ -48,6 +49,9 @@ pub struct PostgresTable {
     renew: Arc<str>,
     complete: Arc<str>,
     release: Arc<str>,
+    open: Arc<str>,
+    close: Arc<str>,
+    withdraw: Arc<str>,
 }
 
 impl<R> SqlStoreBuilder<PostgresTable, R> {
@@ -110,9 +114,8 @@ impl PostgresTable {
                 "WITH bound AS MATERIALIZED (SELECT set_config('lock_timeout', {parameter}::text, true))"
             )
         };
-        let mine = format!(
-            "r.message_id = $1::text AND r.state = 'claimed' AND r.owner = $2::text AND r.expires_at > {NOW}"
-        );
+        let ours = "r.message_id = $1::text AND r.state = 'claimed' AND r.owner = $2::text";
+        let mine = format!("{ours} AND r.expires_at > {NOW}");
         // What a pooler may run in the place of a statement is another store's of the same name: each
         // compares what it is with what it is meant to be.
         let identity = format!("{layout:?} {name}");
@@ -147,29 +150,12 @@ impl PostgresTable {
             .into(),
             // Of the claims: `$1` is the id, `$2` the owner, `$3` how long to wait for a lock, `$4` the
             // lease or the TTL.
-            //
-            // A claim looks first, so that one that is not to be had writes nothing at all. What is
-            // found may be over, or may have come, by the time that the row is locked; so the row
-            // decides then. Neither found nor won: it changed in between.
-            claim: {
-                let free = format!(
-                    "((r.state = 'claimed' AND r.owner = $2::text) OR r.expires_at <= {NOW}) IS TRUE"
-                );
-                format!(
-                    "{}, found AS MATERIALIZED (SELECT CASE r.state WHEN 'done' THEN 'done' ELSE \
-                     concat('busy ', r.expires_at - {NOW}) END AS state \
-                     FROM {name} AS r WHERE r.message_id = $1::text AND NOT {free}), \
-                     won AS (INSERT INTO {name} AS r (message_id, state, owner, since, expires_at) \
-                     SELECT $1::text, 'claimed', $2::text, {NOW}, {NOW} + $4::bigint FROM bound \
-                     WHERE $5::text = 'claim {identity}' AND NOT EXISTS (SELECT 1 FROM found) \
-                     ON CONFLICT (message_id) DO UPDATE SET state = 'claimed', owner = $2::text, \
-                     since = {NOW}, expires_at = {NOW} + $4::bigint WHERE {free} RETURNING 'yes'::text AS state) \
-                     SELECT COALESCE((SELECT state FROM won), (SELECT state FROM found)), \
-                     $5::text = 'claim {identity}'",
-                    bound("$3")
-                )
-                .into()
-            },
+            claim: format!(
+                "{}, {} SELECT {CLAIMED}, $5::text = 'claim {identity}'",
+                bound("$3"),
+                claim(&name, &format!("$5::text = 'claim {identity}'"))
+            )
+            .into(),
             renew: format!(
                 "{}, held AS (UPDATE {name} AS r SET expires_at = {NOW} + $4::bigint FROM bound \
                      WHERE {mine} AND $5::text = 'renew {identity}' RETURNING 'yes'::text AS state) \
@@ -194,6 +180,30 @@ impl PostgresTable {
                      WHERE {mine} AND $4::text = 'release {identity}' RETURNING 'yes'::text AS state) \
                      SELECT COALESCE((SELECT state FROM gone), 'no'), $4::text = 'release {identity}'",
                 bound("$3")
+            )
+            .into(),
+            // In a transaction of somebody else's, which is to wait for locks as it did before: what
+            // comes first in the answer is known when the setting is put back.
+            open: format!(
+                "WITH bound AS MATERIALIZED (SELECT before.wait, set_config('lock_timeout', $3::text, true) \
+                     FROM (SELECT current_setting('lock_timeout') AS wait OFFSET 0) AS before), {} \
+                     SELECT answer.state, $5::text = 'open {identity}', \
+                     set_config('lock_timeout', (SELECT wait FROM bound), true) \
+                     FROM (SELECT {CLAIMED} AS state OFFSET 0) AS answer",
+                claim(&name, &format!("$5::text = 'open {identity}'"))
+            )
+            .into(),
+            close: format!(
+                "WITH done AS (UPDATE {name} AS r SET state = 'done', since = {NOW}, \
+                     expires_at = {NOW} + $3::bigint WHERE {ours} AND $4::text = 'close {identity}' \
+                     RETURNING 'yes'::text AS state) \
+                     SELECT COALESCE((SELECT state FROM done), 'no'), $4::text = 'close {identity}'"
+            )
+            .into(),
+            withdraw: format!(
+                "WITH gone AS (DELETE FROM {name} AS r WHERE {ours} \
+                     AND $3::text = 'withdraw {identity}' RETURNING 'yes'::text AS state) \
+                     SELECT COALESCE((SELECT state FROM gone), 'no'), $3::text = 'withdraw {identity}'"
             )
             .into(),
             identity: identity.into(),
@@ -284,6 +294,30 @@ impl PostgresTable {
         }
     }
 }
+
+/// Of the statements that claim, what `meant` says it is: `$1` is the id, `$2` the owner, `$4` the lease, and
+/// `bound` there before.
+///
+/// A claim looks first, so that one that is not to be had writes nothing at all. What is found may be
+/// over, or may have come, by the time that the row is locked; so the row decides then. Neither found
+/// nor won: it changed in between.
+fn claim(name: &str, meant: &str) -> String {
+    let free =
+        format!("((r.state = 'claimed' AND r.owner = $2::text) OR r.expires_at <= {NOW}) IS TRUE");
+    format!(
+        "found AS MATERIALIZED (SELECT CASE r.state WHEN 'done' THEN 'done' ELSE \
+         concat('busy ', r.expires_at - {NOW}) END AS state \
+         FROM {name} AS r WHERE r.message_id = $1::text AND NOT {free}), \
+         won AS (INSERT INTO {name} AS r (message_id, state, owner, since, expires_at) \
+         SELECT $1::text, 'claimed', $2::text, {NOW}, {NOW} + $4::bigint FROM bound \
+         WHERE {meant} AND NOT EXISTS (SELECT 1 FROM found) \
+         ON CONFLICT (message_id) DO UPDATE SET state = 'claimed', owner = $2::text, \
+         since = {NOW}, expires_at = {NOW} + $4::bigint WHERE {free} RETURNING 'yes'::text AS state)"
+    )
+}
+
+/// What they answer.
+const CLAIMED: &str = "COALESCE((SELECT state FROM won), (SELECT state FROM found))";
 
 /// What stands for `$1`, `$2` and so on.
 #[derive(Clone, Copy, Debug)]
@@ -590,6 +624,56 @@ impl Backend for PostgresTable {
             }
             Err(error) => Err(error),
         }
+    }
+
+    fn begin(isolation: Option<Isolation>) -> &'static str {
+        match isolation {
+            None => "BEGIN",
+            Some(Isolation::ReadCommitted) => "BEGIN ISOLATION LEVEL READ COMMITTED",
+            Some(Isolation::RepeatableRead) => "BEGIN ISOLATION LEVEL REPEATABLE READ",
+            Some(Isolation::Serializable) => "BEGIN ISOLATION LEVEL SERIALIZABLE",
+        }
+    }
+
+    async fn open(
+        &self,
+        connection: &mut PgConnection,
+        key: &str,
+        owner: &str,
+        patience: Duration,
+    ) -> Result<Held, BackendError> {
+        let parameters = [
+            Parameter::Text(key),
+            Parameter::Text(owner),
+            Parameter::Wait(patience),
+            Parameter::Number(Some(OPEN_LEASE)),
+            Parameter::Identity("open", &self.identity),
+        ];
+        let answer = self.row(connection, &self.open, &parameters).await?;
+        held(answer.as_deref())
+    }
+
+    async fn close(
+        &self,
+        connection: &mut PgConnection,
+        key: &str,
+        owner: &str,
+        recorded: bool,
+    ) -> Result<bool, BackendError> {
+        let (id, owner) = (Parameter::Text(key), Parameter::Text(owner));
+        let answer = if recorded {
+            let end = Parameter::Number(self.ttl.micros());
+            let parameters = [id, owner, end, Parameter::Identity("close", &self.identity)];
+            self.row(connection, &self.close, &parameters).await?
+        } else {
+            let parameters = [id, owner, Parameter::Identity("withdraw", &self.identity)];
+            self.row(connection, &self.withdraw, &parameters).await?
+        };
+        Ok(held(answer.as_deref())? == Held::Yes)
+    }
+
+    fn rejects(error: &dyn DatabaseError) -> bool {
+        Self::classify(error) == BackendErrorKind::Other
     }
 
     async fn settle(

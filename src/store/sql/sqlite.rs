@@ -2,8 +2,8 @@
 
 use super::{
     engine::{
-        Backend, CLAIM_GRACE, Command, Held, Hold, Layout, Migrated, PURGE_BATCH, Settings,
-        expect_scheme, failed, missing, no_connection, remaining, unfit,
+        Backend, CLAIM_GRACE, Command, Held, Hold, Isolation, Layout, Migrated, OPEN_LEASE,
+        PURGE_BATCH, Settings, expect_scheme, failed, missing, no_connection, remaining, unfit,
     },
     key::{Column, Table},
 };
@@ -46,6 +46,8 @@ pub struct SqliteTable {
     renew: Arc<str>,
     complete: Arc<str>,
     release: Arc<str>,
+    close: Arc<str>,
+    withdraw: Arc<str>,
 }
 
 impl SqliteTable {
@@ -148,8 +150,8 @@ impl Backend for SqliteTable {
                 "state = 'seen', expires_at = NULL".to_owned(),
             ),
         };
-        let mine =
-            format!("message_id = ?1 AND state = 'claimed' AND owner = ?2 AND expires_at > {NOW}");
+        let ours = "message_id = ?1 AND state = 'claimed' AND owner = ?2";
+        let mine = format!("{ours} AND expires_at > {NOW}");
         SqliteTable {
             seen: format!(
                 "SELECT key FROM json_each(?1) AS id \
@@ -199,6 +201,12 @@ impl Backend for SqliteTable {
             )
             .into(),
             release: format!("DELETE FROM {name} WHERE {mine} RETURNING 1").into(),
+            close: format!(
+                "UPDATE {name} SET state = 'done', since = {NOW}, expires_at = {NOW} + ?3 \
+                 WHERE {ours} RETURNING 1"
+            )
+            .into(),
+            withdraw: format!("DELETE FROM {name} WHERE {ours} RETURNING 1").into(),
             table,
             layout,
             ttl: settings.ttl,
@@ -379,6 +387,55 @@ impl Backend for SqliteTable {
             None => Ok(Held::No),
         };
         held.map_err(failed::<Self>)
+    }
+
+    /// The file is locked at once: a transaction that reads first cannot wait for it later.
+    fn begin(_: Option<Isolation>) -> &'static str {
+        "BEGIN IMMEDIATE"
+    }
+
+    async fn open(
+        &self,
+        connection: &mut SqliteConnection,
+        key: &str,
+        owner: &str,
+        patience: Duration,
+    ) -> Result<Held, BackendError> {
+        let claim = Hold::Claim { lease: OPEN_LEASE };
+        self.hold(connection, claim, key, owner, patience).await
+    }
+
+    async fn close(
+        &self,
+        connection: &mut SqliteConnection,
+        key: &str,
+        owner: &str,
+        recorded: bool,
+    ) -> Result<bool, BackendError> {
+        let query = |statement: &Arc<str>| sqlx::query(AssertSqlSafe(statement.clone()));
+        let query = if recorded {
+            let close = query(&self.close).bind(key).bind(owner);
+            close.bind(self.ttl.micros())
+        } else {
+            query(&self.withdraw).bind(key).bind(owner)
+        };
+        match query.fetch_all(&mut *connection).await {
+            Ok(rows) => Ok(rows.len() == 1),
+            Err(error) => Err(self.explained(error, connection).await),
+        }
+    }
+
+    /// SQLite ends a transaction by itself on some errors, such as a full disk. Rolled back in vain, it would still be
+    /// open as sqlx counts, and whoever got the connection next would begin a savepoint.
+    async fn reopen(&self, connection: &mut SqliteConnection) {
+        // An error if there is one, which is as good.
+        let _ = connection.execute(sqlx::raw_sql("BEGIN")).await;
+    }
+
+    fn rejects(error: &dyn DatabaseError) -> bool {
+        // CONSTRAINT, as of a foreign key that is checked late.
+        let code = error.code().and_then(|code| code.parse::<i32>().ok());
+        code.is_some_and(|code| code & 0xff == 19)
     }
 
     async fn settle(

@@ -5,7 +5,7 @@
 
 use crate::services::{self, unique};
 use sqlx::{
-    AssertSqlSafe, Executor, MySqlPool, PgPool, Row, SqlitePool,
+    AssertSqlSafe, Database, Executor, MySqlPool, PgPool, Pool, Row, SqlitePool,
     mysql::{MySqlPoolOptions, MySqlRow},
     postgres::{PgPoolOptions, PgRow},
     sqlite::{SqlitePoolOptions, SqliteRow},
@@ -22,6 +22,7 @@ use tower_idempotency::{
         ClaimStore, MySqlStore, PostgresStore, SqliteStore,
         sql::{MySqlTable, PostgresTable, SqlStoreBuilder, SqliteTable},
     },
+    transaction::Dialect,
 };
 
 /// A row of our own record.
@@ -35,7 +36,8 @@ pub struct Stored {
 
 /// A database with a table of the test's own. In statements `{t}` stands for it, `{now}` for the clock
 /// of the server, in microseconds.
-pub trait World: Sized {
+pub trait World: Sized + 'static {
+    type Db: Dialect;
     type Store: ClaimStore<Error = BackendError>;
     type Table;
 
@@ -50,6 +52,21 @@ pub trait World: Sized {
     fn is_behind(&mut self, url: String, pooler: bool);
 
     async fn connect(&self, builder: SqlStoreBuilder<Self::Table>) -> Self::Store;
+
+    /// A pool as a user brings it, of at most so many connections.
+    async fn pool(&self, connections: u32) -> Pool<Self::Db>;
+
+    /// Runs a statement, and says how many rows it changed.
+    fn execute(
+        connection: &mut <Self::Db as Database>::Connection,
+        statement: String,
+    ) -> impl Future<Output = Result<u64, sqlx::Error>> + Send;
+
+    /// Runs a query for a number.
+    fn number(
+        connection: &mut <Self::Db as Database>::Connection,
+        statement: String,
+    ) -> impl Future<Output = Result<i64, sqlx::Error>> + Send;
 
     /// On a pool as a user brings it, of so many connections, all of which are in use from now on.
     async fn exhausted(&self, connections: u32) -> (Self::Store, Vec<Box<dyn Send>>);
@@ -119,6 +136,7 @@ impl Postgres {
 }
 
 impl World for Postgres {
+    type Db = sqlx::Postgres;
     type Store = PostgresStore;
     type Table = PostgresTable;
     type Open = sqlx::PgConnection;
@@ -155,6 +173,27 @@ impl World for Postgres {
 
     async fn connect(&self, builder: SqlStoreBuilder<PostgresTable>) -> PostgresStore {
         builder.connect(&self.url).await.unwrap()
+    }
+
+    async fn pool(&self, connections: u32) -> Pool<sqlx::Postgres> {
+        let pool = PgPoolOptions::new().max_connections(connections);
+        pool.connect(&self.url).await.unwrap()
+    }
+
+    async fn execute(
+        connection: &mut sqlx::PgConnection,
+        statement: String,
+    ) -> Result<u64, sqlx::Error> {
+        let done = connection.execute(sqlx::raw_sql(AssertSqlSafe(statement)));
+        Ok(done.await?.rows_affected())
+    }
+
+    async fn number(
+        connection: &mut sqlx::PgConnection,
+        statement: String,
+    ) -> Result<i64, sqlx::Error> {
+        let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
+        row.await?.try_get(0)
     }
 
     async fn exhausted(&self, connections: u32) -> (PostgresStore, Vec<Box<dyn Send>>) {
@@ -258,6 +297,7 @@ impl MySql {
 }
 
 impl World for MySql {
+    type Db = sqlx::MySql;
     type Store = MySqlStore;
     type Table = MySqlTable;
     type Open = sqlx::MySqlConnection;
@@ -286,6 +326,27 @@ impl World for MySql {
 
     async fn connect(&self, builder: SqlStoreBuilder<MySqlTable>) -> MySqlStore {
         builder.connect(&self.url).await.unwrap()
+    }
+
+    async fn pool(&self, connections: u32) -> Pool<sqlx::MySql> {
+        let pool = MySqlPoolOptions::new().max_connections(connections);
+        pool.connect(&self.url).await.unwrap()
+    }
+
+    async fn execute(
+        connection: &mut sqlx::MySqlConnection,
+        statement: String,
+    ) -> Result<u64, sqlx::Error> {
+        let done = connection.execute(sqlx::raw_sql(AssertSqlSafe(statement)));
+        Ok(done.await?.rows_affected())
+    }
+
+    async fn number(
+        connection: &mut sqlx::MySqlConnection,
+        statement: String,
+    ) -> Result<i64, sqlx::Error> {
+        let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
+        row.await?.try_get(0)
     }
 
     async fn exhausted(&self, connections: u32) -> (MySqlStore, Vec<Box<dyn Send>>) {
@@ -383,6 +444,7 @@ const SQLITE_NOW: &str =
     "CAST(round((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000";
 
 impl World for Sqlite {
+    type Db = sqlx::Sqlite;
     type Store = SqliteStore;
     type Table = SqliteTable;
     type Open = sqlx::SqliteConnection;
@@ -418,6 +480,27 @@ impl World for Sqlite {
 
     async fn connect(&self, builder: SqlStoreBuilder<SqliteTable>) -> SqliteStore {
         builder.connect(&self.url).await.unwrap()
+    }
+
+    async fn pool(&self, connections: u32) -> Pool<sqlx::Sqlite> {
+        let pool = SqlitePoolOptions::new().max_connections(connections);
+        pool.connect(&self.url).await.unwrap()
+    }
+
+    async fn execute(
+        connection: &mut sqlx::SqliteConnection,
+        statement: String,
+    ) -> Result<u64, sqlx::Error> {
+        let done = connection.execute(sqlx::raw_sql(AssertSqlSafe(statement)));
+        Ok(done.await?.rows_affected())
+    }
+
+    async fn number(
+        connection: &mut sqlx::SqliteConnection,
+        statement: String,
+    ) -> Result<i64, sqlx::Error> {
+        let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
+        row.await?.try_get(0)
     }
 
     async fn exhausted(&self, connections: u32) -> (SqliteStore, Vec<Box<dyn Send>>) {

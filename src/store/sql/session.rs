@@ -1,0 +1,331 @@
+//! A transaction that records a message: from its begin to its end, whoever drops it in between.
+
+use super::{
+    SqlStore,
+    engine::{
+        Backend, Core, Dropped, FIRST_PAUSE, Held, Isolation, OPEN_LEASE, Within, failed, remaining,
+    },
+    key::nameless,
+};
+use crate::{
+    call::LeftOver,
+    error::{
+        BackendError, BackendErrorKind, BoxError, Operation, StoreError, TimedOut, Unfinished,
+        UnfinishedCause,
+    },
+    id::MessageId,
+    store::claim::Owner,
+};
+use sqlx::{AssertSqlSafe, Connection, Database, SqlSafeStr, Transaction};
+use std::{error::Error, fmt, sync::Arc, time::Duration};
+use tokio::{
+    runtime::Handle,
+    time::{Instant, sleep, timeout},
+};
+
+/// How much later than it was to an answer to a wait for a lock is waited for: some servers count in seconds, and
+/// some have no limit for a single statement.
+const LATE: Duration = Duration::from_secs(1);
+
+/// What a message is parked for at least whose lock was waited for in vain.
+const LOCKED: Duration = Duration::from_secs(1);
+
+/// How the transactions of a layer begin.
+#[derive(Clone, Debug)]
+pub(crate) struct Opening {
+    pub(crate) isolation: Option<Isolation>,
+    pub(crate) lock_wait: Duration,
+    pub(crate) left_over: LeftOver,
+}
+
+/// What became of the begin.
+pub(crate) enum Opened<B: Backend> {
+    /// The message is this transaction's to handle.
+    Session(Session<B>),
+    /// The message had its effect.
+    Done,
+    /// Somebody else is at it, perhaps for so long.
+    Busy(Duration),
+}
+
+/// A transaction in which a message is claimed. Dropped, it is rolled back.
+pub(crate) struct Session<B: Backend> {
+    /// Some until the drop.
+    transaction: Option<Transaction<'static, B::Db>>,
+    core: Arc<Core<B>>,
+    /// Connections need one even to be dropped.
+    runtime: Handle,
+    left_over: LeftOver,
+    key: String,
+    owner: String,
+    /// Whether the message is to be remembered: not without an id.
+    recorded: bool,
+}
+
+/// Why it is not known to be committed.
+pub(crate) enum NotCommitted {
+    /// The database does not accept what was written: as if the last statement of the handler had failed.
+    Rejected(sqlx::Error),
+    Unfinished(Unfinished),
+}
+
+impl NotCommitted {
+    fn new(cause: UnfinishedCause, source: impl Into<BoxError>) -> Self {
+        NotCommitted::Unfinished(Unfinished::new(cause, source))
+    }
+}
+
+/// What stands in the way of a begin.
+enum Hindered {
+    /// Another transaction: to begin afresh.
+    Contention,
+    For(StoreError),
+}
+
+// ===== begin =====
+
+impl<B: Backend> Session<B> {
+    /// Begins a transaction and claims the message in it. An empty id is none: what is claimed
+    /// for it is removed in the end.
+    ///
+    /// To be polled within the runtime.
+    pub(crate) async fn open(
+        store: SqlStore<B>,
+        runtime: Handle,
+        opening: &Opening,
+        id: &MessageId,
+    ) -> Result<Opened<B>, StoreError> {
+        let core = store.core;
+        let owner = Owner::random().to_string();
+        let column = core.column(&runtime).await.map_err(at(Operation::Begin))?;
+        let recorded = !id.is_empty();
+        let key = if recorded {
+            column.key(id).map_err(at(Operation::Claim))?
+        } else {
+            nameless(&owner)
+        };
+        let busy = || Ok(Opened::Busy(opening.lock_wait.max(LOCKED)));
+        let mut deadline = None;
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let acquired = core.clone();
+            let acquire = async move { acquired.acquire().await };
+            let acquire = Within::new(&runtime, Dropped::Ends, acquire).await;
+            let connection = acquire.map_err(at(Operation::Begin))?;
+            if connection.is_in_transaction() {
+                // As sqlx counts, somebody left it so.
+                drop(connection.detach());
+                continue;
+            }
+            let until = *deadline.get_or_insert_with(|| Instant::now() + opening.lock_wait);
+            let left = || until.saturating_duration_since(Instant::now());
+
+            // Dropped in the middle, sqlx would leave the transaction open.
+            let begin = B::begin(opening.isolation);
+            let begin = Transaction::begin(connection, Some(AssertSqlSafe(begin).into_sql_str()));
+            let begin = Within::new(&runtime, Dropped::GoesOn, begin).counted(&opening.left_over);
+            let limit = if B::LOCKS_ROWS {
+                core.settings.response_timeout
+            } else {
+                left() + LATE
+            };
+            let begun = match timeout(limit, begin).await {
+                Ok(begun) => begun.map_err(|error| hindered(Operation::Begin, failed::<B>(error))),
+                Err(_) if B::LOCKS_ROWS => {
+                    let late = TimedOut::new(limit);
+                    return Err(StoreError::new(Operation::Begin, late));
+                }
+                Err(_) => return busy(),
+            };
+            let hindered = match begun {
+                Ok(transaction) => {
+                    let mut session = Session {
+                        transaction: Some(transaction),
+                        core: core.clone(),
+                        runtime: runtime.clone(),
+                        left_over: opening.left_over.clone(),
+                        key: key.clone(),
+                        owner: owner.clone(),
+                        recorded,
+                    };
+                    let patience = left();
+                    let claim = async move {
+                        let held = session.claim(patience).await;
+                        (session, held)
+                    };
+                    let claim = Within::new(&runtime, Dropped::GoesOn, claim);
+                    let claim = claim.counted(&opening.left_over);
+                    match timeout(patience + LATE, claim).await {
+                        Ok((session, Ok(Held::Yes))) => return Ok(Opened::Session(session)),
+                        Ok((_, Ok(Held::Done))) => return Ok(Opened::Done),
+                        Ok((_, Ok(Held::Busy(left)))) => {
+                            if left.is_none() {
+                                core.endless();
+                            }
+                            return Ok(Opened::Busy(left.unwrap_or(remaining(OPEN_LEASE))));
+                        }
+                        Ok((_, Ok(Held::No | Held::Again))) => Hindered::Contention,
+                        Ok((_, Err(error))) => hindered(Operation::Claim, error),
+                        Err(_) => return busy(),
+                    }
+                }
+                Err(hindered) => hindered,
+            };
+            match hindered {
+                Hindered::For(error) => return Err(error),
+                Hindered::Contention if left() <= pause => return busy(),
+                Hindered::Contention => sleep(pause).await,
+            }
+            pause *= 2;
+        }
+    }
+
+    async fn claim(&mut self, patience: Duration) -> Result<Held, BackendError> {
+        let Session {
+            transaction,
+            core,
+            key,
+            owner,
+            ..
+        } = self;
+        let open = transaction.as_mut().expect("taken by the drop alone");
+        core.backend.open(open, key, owner, patience).await
+    }
+}
+
+fn at(operation: Operation) -> impl Fn(BackendError) -> StoreError {
+    move |error| StoreError::new(operation, error)
+}
+
+fn hindered(operation: Operation, error: BackendError) -> Hindered {
+    match error.kind() {
+        BackendErrorKind::Contention => Hindered::Contention,
+        _ => Hindered::For(StoreError::new(operation, error)),
+    }
+}
+
+// ===== end =====
+
+impl<B: Backend> Session<B> {
+    /// The connection, for the statements of the handler.
+    pub(crate) fn connection(&self) -> &<B::Db as Database>::Connection {
+        self.transaction.as_ref().expect("taken by the drop alone")
+    }
+
+    pub(crate) fn connection_mut(&mut self) -> &mut <B::Db as Database>::Connection {
+        self.transaction.as_mut().expect("taken by the drop alone")
+    }
+
+    /// Records the message and commits.
+    pub(crate) async fn commit(mut self) -> Result<(), NotCommitted> {
+        let limit = self.core.settings.response_timeout;
+        let core = self.core.clone();
+        let (key, owner) = (&self.key, &self.owner);
+        let transaction = self.transaction.as_mut().expect("taken by the drop alone");
+        // That the claim is there proves that nothing was undone since.
+        let close = core.backend.close(transaction, key, owner, self.recorded);
+        match timeout(limit, close).await {
+            Ok(Ok(true)) => {}
+            Ok(Ok(false)) => {
+                // An error of this changes nothing: without a commit all is undone.
+                let _ = self.roll_back().await;
+                let gone = "the message is not claimed any more";
+                return Err(NotCommitted::new(UnfinishedCause::Undone, gone));
+            }
+            Ok(Err(error)) => {
+                let _ = self.roll_back().await;
+                let cause = match error.kind() {
+                    BackendErrorKind::Contention => UnfinishedCause::Contention,
+                    BackendErrorKind::Unavailable => UnfinishedCause::Lost,
+                    _ => UnfinishedCause::Undone,
+                };
+                return Err(NotCommitted::new(cause, error));
+            }
+            Err(_) => {
+                return Err(NotCommitted::new(
+                    UnfinishedCause::Lost,
+                    TimedOut::new(limit),
+                ));
+            }
+        }
+        let transaction = self.transaction.take().expect("taken by the drop alone");
+        let error = match timeout(limit, transaction.commit()).await {
+            Ok(Ok(())) => return Ok(()),
+            Ok(Err(error)) => error,
+            Err(_) => {
+                let late = TimedOut::new(limit);
+                return Err(NotCommitted::new(UnfinishedCause::Unknown, late));
+            }
+        };
+        let cause = match error.as_database_error() {
+            Some(told) if B::rejects(told) => return Err(NotCommitted::Rejected(error)),
+            Some(told) if B::classify(told) == BackendErrorKind::Contention => {
+                UnfinishedCause::Contention
+            }
+            _ => UnfinishedCause::Unknown,
+        };
+        Err(NotCommitted::new(cause, failed::<B>(error)))
+    }
+
+    /// Rolls back, which also has the id free at once.
+    pub(crate) async fn roll_back(mut self) -> Result<(), BackendError> {
+        let transaction = self.transaction.take().expect("taken by the drop alone");
+        rolled_back(&self.core, transaction).await
+    }
+
+    /// Whether an error, or what it came from, says that another transaction was in the way.
+    pub(crate) fn is_contention(error: &BoxError) -> bool {
+        let mut next: Option<&(dyn Error + 'static)> = Some(error.as_ref());
+        while let Some(error) = next {
+            let told = error.downcast_ref::<sqlx::Error>();
+            if let Some(told) = told.and_then(sqlx::Error::as_database_error) {
+                return B::classify(told) == BackendErrorKind::Contention;
+            }
+            next = error.source();
+        }
+        false
+    }
+}
+
+impl<B: Backend> Drop for Session<B> {
+    fn drop(&mut self) {
+        let Some(transaction) = self.transaction.take() else {
+            return;
+        };
+        let core = self.core.clone();
+        let under_way = self.left_over.begin();
+        // On a runtime that has ended the task is dropped unpolled, and the connection closed.
+        let _entered = self.runtime.enter();
+        self.runtime.spawn(async move {
+            // Unknown or not: without a commit all is undone.
+            let _ = rolled_back(&core, transaction).await;
+            drop(under_way);
+        });
+    }
+}
+
+async fn rolled_back<B: Backend>(
+    core: &Core<B>,
+    mut transaction: Transaction<'static, B::Db>,
+) -> Result<(), BackendError> {
+    let limit = core.settings.response_timeout;
+    let roll_back = async {
+        core.backend.reopen(&mut transaction).await;
+        transaction.rollback().await
+    };
+    match timeout(limit, roll_back).await {
+        Ok(answer) => answer.map_err(failed::<B>),
+        Err(_) => {
+            let late = TimedOut::new(limit);
+            Err(BackendError::new(BackendErrorKind::Unavailable, late))
+        }
+    }
+}
+
+impl<B: Backend> fmt::Debug for Session<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session")
+            .field("core", &self.core)
+            .finish_non_exhaustive()
+    }
+}
