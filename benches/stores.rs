@@ -16,7 +16,7 @@ mod services;
 
 use redis::AsyncCommands;
 use rivals::{Random, Request};
-use sqlx::{AssertSqlSafe, Executor, MySqlPool, PgPool, Row, SqlitePool};
+use sqlx::{AssertSqlSafe, Executor, MySqlPool, PgPool, Pool, Row, SqlitePool};
 use std::{
     collections::BTreeMap,
     env, fs,
@@ -32,7 +32,8 @@ use tokio::sync::watch;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_idempotency::{
     BoxError, ClaimStore, IdempotencyLayer, Lease, MemoryStore, MessageId, MySqlStore,
-    PostgresStore, RedisStore, SqliteStore, Store, event::Event,
+    PostgresStore, RedisStore, SqliteStore, Store, TransactionLayer, WithTransaction, event::Event,
+    transaction::Dialect,
 };
 
 const IN_FLIGHT: [usize; 3] = [1, 16, 64];
@@ -48,9 +49,14 @@ struct Contender {
     deliver: Deliver,
 }
 
+/// So many transactions are under way at most, each on a connection.
+const TRANSACTIONS: usize = 16;
+
 const LAYER: &str = "layer";
 const CLAIM: &str = "claim";
 const RAW: &str = "one by one";
+const TRANSACTION: &str = "transaction";
+const OWN: &str = "no record";
 
 // ===== the contenders =====
 
@@ -549,6 +555,120 @@ fn cpu_time() -> Duration {
     Duration::from_millis(10 * ticks.sum::<u64>())
 }
 
+// ===== the transactional mode =====
+
+/// A database with a handler's table.
+trait Books: Dialect {
+    const STORE: &'static str;
+    const BEGIN: &'static str;
+
+    /// What the handler writes.
+    fn book(
+        connection: &mut Self::Connection,
+        statement: Arc<str>,
+        request: Request,
+    ) -> impl Future<Output = Result<(), sqlx::Error>> + Send;
+
+    fn run(pool: &Pool<Self>, statement: String) -> impl Future<Output = ()> + Send;
+}
+
+/// Written once for each: sqlx has no bound that says this of any database.
+macro_rules! books {
+    ($db:ty, $connection:ty, $name:literal, $begin:literal) => {
+        impl Books for $db {
+            const STORE: &'static str = $name;
+            const BEGIN: &'static str = $begin;
+
+            async fn book(
+                connection: &mut $connection,
+                statement: Arc<str>,
+                request: Request,
+            ) -> Result<(), sqlx::Error> {
+                let query = sqlx::query(AssertSqlSafe(statement)).bind(request.id);
+                let booked = query.bind(request.cents as i64).execute(connection);
+                booked.await.map(drop)
+            }
+
+            async fn run(pool: &Pool<Self>, statement: String) {
+                let done = pool.execute(sqlx::raw_sql(AssertSqlSafe(statement.clone())));
+                done.await.expect(&statement);
+            }
+        }
+    };
+}
+
+books!(sqlx::Postgres, sqlx::PgConnection, "PostgreSQL", "BEGIN");
+books!(sqlx::MySql, sqlx::MySqlConnection, "MariaDB", "BEGIN");
+books!(
+    sqlx::Sqlite,
+    sqlx::SqliteConnection,
+    "SQLite",
+    "BEGIN IMMEDIATE"
+);
+
+/// A handler that books one row in the transaction it is lent, beside the same handler with a transaction of
+/// its own and no record at all.
+async fn transactions<DB: Books>(pool: Pool<DB>, size: &Size, figures: &mut Figures) {
+    let (record, ledger) = (services::unique("bench_t"), services::unique("bench_b"));
+    let layer = TransactionLayer::new(pool.clone(), &record).expect("a layer");
+    layer.migrate().await.expect("a table");
+    let parameters = if DB::STORE == "PostgreSQL" {
+        "$1, $2"
+    } else {
+        "?, ?"
+    };
+    for end in ["", "_own"] {
+        let make = format!("CREATE TABLE {ledger}{end} (id VARCHAR(36) NOT NULL, cents BIGINT)");
+        DB::run(&pool, make).await;
+    }
+    let insert = |end: &str| -> Arc<str> {
+        format!("INSERT INTO {ledger}{end} VALUES ({parameters})").into()
+    };
+    let (lent, own) = (insert(""), insert("_own"));
+    let handler = service_fn(move |message: WithTransaction<Request, DB>| {
+        let statement = lent.clone();
+        async move {
+            let WithTransaction {
+                request,
+                mut transaction,
+            } = message;
+            DB::book(&mut transaction, statement, request).await
+        }
+    });
+    let layer = layer.id_from(|request: &Request| Some(MessageId::from(request.id.as_str())));
+    let alone = pool.clone();
+    let contenders = [
+        contender(DB::STORE, TRANSACTION, layer.layer(handler)),
+        Contender {
+            store: DB::STORE,
+            name: OWN,
+            deliver: Arc::new(move |request| {
+                let (pool, statement) = (alone.clone(), own.clone());
+                Box::pin(async move {
+                    let mut transaction = pool.begin_with(DB::BEGIN).await.expect("begun");
+                    let booked = DB::book(&mut transaction, statement, request).await;
+                    booked.expect("booked");
+                    transaction.commit().await.expect("committed");
+                })
+            }),
+        },
+    ];
+    for in_flight in [1, TRANSACTIONS] {
+        for _ in 0..size.turns {
+            for contender in &contenders {
+                let figure = turn(&contender.deliver, in_flight, size.length, fresh).await;
+                let key = (DB::STORE, Stream::First, in_flight, contender.name);
+                let best = figures.entry(key).or_default();
+                *best = best.max(figure);
+            }
+        }
+    }
+    for table in [record, format!("{ledger}_own"), ledger] {
+        DB::run(&pool, format!("DROP TABLE {table}")).await;
+    }
+    pool.close().await;
+}
+
 // ===== what is printed =====
 
 fn table(figures: &Figures) {
@@ -566,6 +686,18 @@ fn table(figures: &Figures) {
                 "{store:<12}{in_flight:>10}{stream:>12}{figure:>14.0}{raw:>14.0}{:>8.2}{claim:>14.0}",
                 figure / raw
             );
+        }
+    }
+    println!();
+    println!(
+        "{:<12}{:>10}{:>12}{:>14}{:>14}{:>8}",
+        "", "in flight", "", TRANSACTION, OWN, "ratio"
+    );
+    for (&(store, stream, in_flight, name), &figure) in figures {
+        if name == TRANSACTION {
+            let own = figures[&(store, stream, in_flight, OWN)];
+            let (stream, ratio) = (format!("{stream:?}").to_lowercase(), figure / own);
+            println!("{store:<12}{in_flight:>10}{stream:>12}{figure:>14.0}{own:>14.0}{ratio:>8.2}");
         }
     }
     println!();
@@ -693,11 +825,45 @@ async fn main() {
         }
     }
 
+    if wanted("transaction") {
+        let connections = TRANSACTIONS as u32;
+        if let Some(url) = services::postgres() {
+            let pool = sqlx::postgres::PgPoolOptions::new().max_connections(connections);
+            let pool = pool.connect(&url).await.expect("a pool");
+            transactions(pool, &size, &mut figures).await;
+        }
+        if let Some(url) = services::mysql() {
+            let pool = sqlx::mysql::MySqlPoolOptions::new().max_connections(connections);
+            let pool = pool.connect(&url).await.expect("a pool");
+            transactions(pool, &size, &mut figures).await;
+        }
+        let folder = env::temp_dir().join(services::unique("bench"));
+        fs::create_dir(&folder).expect("a folder");
+        let options = sqlx::sqlite::SqliteConnectOptions::new()
+            .filename(folder.join("shop.db"))
+            .create_if_missing(true)
+            .journal_mode(sqlx::sqlite::SqliteJournalMode::Wal)
+            .synchronous(sqlx::sqlite::SqliteSynchronous::Normal)
+            .busy_timeout(Duration::from_secs(4));
+        let pool = sqlx::sqlite::SqlitePoolOptions::new().max_connections(connections);
+        let pool = pool.connect_with(options).await.expect("a pool");
+        transactions(pool, &size, &mut figures).await;
+        let _ = fs::remove_dir_all(&folder);
+    }
+
     table(&figures);
     let ratio = |store, stream, in_flight| {
         let layer = figures.get(&(store, stream, in_flight, LAYER))?;
         Some(layer / figures.get(&(store, stream, in_flight, RAW))?)
     };
+    for store in ["PostgreSQL", "MariaDB", "SQLite"] {
+        let key = |name| (store, Stream::First, TRANSACTIONS, name);
+        if let (Some(ours), Some(own)) = (figures.get(&key(TRANSACTION)), figures.get(&key(OWN))) {
+            let what =
+                format!("{store}, 16 in flight: the transaction beside one without a record");
+            judge(&what, ours / own, 0.7, true);
+        }
+    }
     for (name, store, in_flight, target) in [
         (
             "Redis, 64 in flight: new messages beside the raw client",

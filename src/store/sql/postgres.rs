@@ -50,6 +50,7 @@ pub struct PostgresTable {
     complete: Arc<str>,
     release: Arc<str>,
     open: Arc<str>,
+    look: Arc<str>,
     close: Arc<str>,
     withdraw: Arc<str>,
 }
@@ -116,6 +117,13 @@ impl PostgresTable {
         };
         let ours = "r.message_id = $1::text AND r.state = 'claimed' AND r.owner = $2::text";
         let mine = format!("{ours} AND r.expires_at > {NOW}");
+        let free = format!(
+            "((r.state = 'claimed' AND r.owner = $2::text) OR r.expires_at <= {NOW}) IS TRUE"
+        );
+        // How a record stands that is not to be had.
+        let stands = format!(
+            "CASE r.state WHEN 'done' THEN 'done' ELSE concat('busy ', r.expires_at - {NOW}) END"
+        );
         // What a pooler may run in the place of a statement is another store's of the same name: each
         // compares what it is with what it is meant to be.
         let identity = format!("{layout:?} {name}");
@@ -150,10 +158,21 @@ impl PostgresTable {
             .into(),
             // Of the claims: `$1` is the id, `$2` the owner, `$3` how long to wait for a lock, `$4` the
             // lease or the TTL.
+            //
+            // A claim looks first, so that one that is not to be had writes nothing at all. What is
+            // found may be over, or may have come, by the time that the row is locked; so the row
+            // decides then. Neither found nor won: it changed in between.
             claim: format!(
-                "{}, {} SELECT {CLAIMED}, $5::text = 'claim {identity}'",
-                bound("$3"),
-                claim(&name, &format!("$5::text = 'claim {identity}'"))
+                "{}, found AS MATERIALIZED (SELECT {stands} AS state \
+                     FROM {name} AS r WHERE r.message_id = $1::text AND NOT {free}), \
+                     won AS (INSERT INTO {name} AS r (message_id, state, owner, since, expires_at) \
+                     SELECT $1::text, 'claimed', $2::text, {NOW}, {NOW} + $4::bigint FROM bound \
+                     WHERE $5::text = 'claim {identity}' AND NOT EXISTS (SELECT 1 FROM found) \
+                     ON CONFLICT (message_id) DO UPDATE SET state = 'claimed', owner = $2::text, \
+                     since = {NOW}, expires_at = {NOW} + $4::bigint WHERE {free} RETURNING 'yes'::text AS state) \
+                     SELECT COALESCE((SELECT state FROM won), (SELECT state FROM found)), \
+                     $5::text = 'claim {identity}'",
+                bound("$3")
             )
             .into(),
             renew: format!(
@@ -182,28 +201,35 @@ impl PostgresTable {
                 bound("$3")
             )
             .into(),
-            // In a transaction of somebody else's, which is to wait for locks as it did before: what
-            // comes first in the answer is known when the setting is put back.
+            // In a transaction that goes on, and is to wait for locks as it did before. Nothing comes of
+            // it where the message is not to be had; then a look says why. It looks at no row
+            // before, so that transactions for different messages never are in each other's way, also where
+            // they count as one after the other.
             open: format!(
                 "WITH bound AS MATERIALIZED (SELECT before.wait, set_config('lock_timeout', $3::text, true) \
-                     FROM (SELECT current_setting('lock_timeout') AS wait OFFSET 0) AS before), {} \
-                     SELECT answer.state, $5::text = 'open {identity}', \
-                     set_config('lock_timeout', (SELECT wait FROM bound), true) \
-                     FROM (SELECT {CLAIMED} AS state OFFSET 0) AS answer",
-                claim(&name, &format!("$5::text = 'open {identity}'"))
+                     FROM (SELECT current_setting('lock_timeout') AS wait OFFSET 0) AS before) \
+                     INSERT INTO {name} AS r (message_id, state, owner, since, expires_at) \
+                     SELECT $1::text, 'claimed', $2::text, {NOW}, {NOW} + $4::bigint FROM bound \
+                     WHERE $5::text = 'open {identity}' ON CONFLICT (message_id) DO UPDATE SET \
+                     state = 'claimed', owner = $2::text, since = {NOW}, expires_at = {NOW} + $4::bigint \
+                     WHERE {free} RETURNING 'yes'::text, $5::text = 'open {identity}', \
+                     set_config('lock_timeout', (SELECT wait FROM bound), true)"
+            )
+            .into(),
+            look: format!(
+                "SELECT (SELECT {stands} FROM {name} AS r WHERE r.message_id = $1::text), \
+                     $2::text = 'look {identity}'"
             )
             .into(),
             close: format!(
-                "WITH done AS (UPDATE {name} AS r SET state = 'done', since = {NOW}, \
+                "UPDATE {name} AS r SET state = 'done', since = {NOW}, \
                      expires_at = {NOW} + $3::bigint WHERE {ours} AND $4::text = 'close {identity}' \
-                     RETURNING 'yes'::text AS state) \
-                     SELECT COALESCE((SELECT state FROM done), 'no'), $4::text = 'close {identity}'"
+                     RETURNING 'yes'::text, $4::text = 'close {identity}'"
             )
             .into(),
             withdraw: format!(
-                "WITH gone AS (DELETE FROM {name} AS r WHERE {ours} \
-                     AND $3::text = 'withdraw {identity}' RETURNING 'yes'::text AS state) \
-                     SELECT COALESCE((SELECT state FROM gone), 'no'), $3::text = 'withdraw {identity}'"
+                "DELETE FROM {name} AS r WHERE {ours} AND $3::text = 'withdraw {identity}' \
+                     RETURNING 'yes'::text, $3::text = 'withdraw {identity}'"
             )
             .into(),
             identity: identity.into(),
@@ -242,6 +268,17 @@ impl PostgresTable {
         statement: &Arc<str>,
         parameters: &[Parameter<'_>],
     ) -> Result<Option<String>, BackendError> {
+        let row = self.row_if_any(connection, statement, parameters).await?;
+        row.ok_or_else(mixed_up)
+    }
+
+    /// The same of a statement that may also answer with none.
+    async fn row_if_any(
+        &self,
+        connection: &mut PgConnection,
+        statement: &Arc<str>,
+        parameters: &[Parameter<'_>],
+    ) -> Result<Option<Option<String>>, BackendError> {
         // To the end: a row is answered before its statement is committed.
         let rows = if self.transaction_pooler {
             let whole = written_out(statement, parameters);
@@ -251,12 +288,16 @@ impl PostgresTable {
             connection.fetch_all(bound(statement, parameters)).await
         };
         let rows = rows.map_err(|error| self.explained(error))?;
-        let columns = || match rows.first() {
-            Some(row) => Ok((row.try_get(0)?, row.try_get(1)?)),
-            None => Ok((None, false)),
+        let Some(row) = rows.first() else {
+            return Ok(None);
         };
+        let columns = || Ok((row.try_get(0)?, row.try_get(1)?));
         let (text, meant): (Option<String>, bool) = columns().map_err(failed::<Self>)?;
-        if meant { Ok(text) } else { Err(mixed_up()) }
+        if meant {
+            Ok(Some(text))
+        } else {
+            Err(mixed_up())
+        }
     }
 
     /// Runs a statement that writes a row for each key, if it is the one that was meant.
@@ -294,30 +335,6 @@ impl PostgresTable {
         }
     }
 }
-
-/// Of the statements that claim, what `meant` says it is: `$1` is the id, `$2` the owner, `$4` the lease, and
-/// `bound` there before.
-///
-/// A claim looks first, so that one that is not to be had writes nothing at all. What is found may be
-/// over, or may have come, by the time that the row is locked; so the row decides then. Neither found
-/// nor won: it changed in between.
-fn claim(name: &str, meant: &str) -> String {
-    let free =
-        format!("((r.state = 'claimed' AND r.owner = $2::text) OR r.expires_at <= {NOW}) IS TRUE");
-    format!(
-        "found AS MATERIALIZED (SELECT CASE r.state WHEN 'done' THEN 'done' ELSE \
-         concat('busy ', r.expires_at - {NOW}) END AS state \
-         FROM {name} AS r WHERE r.message_id = $1::text AND NOT {free}), \
-         won AS (INSERT INTO {name} AS r (message_id, state, owner, since, expires_at) \
-         SELECT $1::text, 'claimed', $2::text, {NOW}, {NOW} + $4::bigint FROM bound \
-         WHERE {meant} AND NOT EXISTS (SELECT 1 FROM found) \
-         ON CONFLICT (message_id) DO UPDATE SET state = 'claimed', owner = $2::text, \
-         since = {NOW}, expires_at = {NOW} + $4::bigint WHERE {free} RETURNING 'yes'::text AS state)"
-    )
-}
-
-/// What they answer.
-const CLAIMED: &str = "COALESCE((SELECT state FROM won), (SELECT state FROM found))";
 
 /// What stands for `$1`, `$2` and so on.
 #[derive(Clone, Copy, Debug)]
@@ -649,8 +666,16 @@ impl Backend for PostgresTable {
             Parameter::Number(Some(OPEN_LEASE)),
             Parameter::Identity("open", &self.identity),
         ];
-        let answer = self.row(connection, &self.open, &parameters).await?;
-        held(answer.as_deref())
+        let open = self.row_if_any(connection, &self.open, &parameters);
+        if open.await?.is_some() {
+            return Ok(Held::Yes);
+        }
+        let parameters = [
+            Parameter::Text(key),
+            Parameter::Identity("look", &self.identity),
+        ];
+        let stands = self.row(connection, &self.look, &parameters).await?;
+        held(stands.as_deref())
     }
 
     async fn close(
@@ -660,16 +685,16 @@ impl Backend for PostgresTable {
         owner: &str,
         recorded: bool,
     ) -> Result<bool, BackendError> {
-        let (id, owner) = (Parameter::Text(key), Parameter::Text(owner));
-        let answer = if recorded {
-            let end = Parameter::Number(self.ttl.micros());
-            let parameters = [id, owner, end, Parameter::Identity("close", &self.identity)];
-            self.row(connection, &self.close, &parameters).await?
+        let mut parameters = vec![Parameter::Text(key), Parameter::Text(owner)];
+        let (statement, name) = if recorded {
+            parameters.push(Parameter::Number(self.ttl.micros()));
+            (&self.close, "close")
         } else {
-            let parameters = [id, owner, Parameter::Identity("withdraw", &self.identity)];
-            self.row(connection, &self.withdraw, &parameters).await?
+            (&self.withdraw, "withdraw")
         };
-        Ok(held(answer.as_deref())? == Held::Yes)
+        parameters.push(Parameter::Identity(name, &self.identity));
+        let closed = self.row_if_any(connection, statement, &parameters);
+        Ok(closed.await?.is_some())
     }
 
     fn rejects(error: &dyn DatabaseError) -> bool {
