@@ -8,39 +8,32 @@
 #![cfg(unix)]
 #![allow(missing_docs)]
 
+#[path = "support/broker.rs"]
+mod broker;
 #[path = "support/services.rs"]
 mod services;
 
+use broker::{Answer, Broker, Plan, micros};
 use services::{postgres, redis, unique};
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
+    collections::{BTreeMap, BTreeSet},
     env,
     fs::{self, File, OpenOptions},
-    io::{BufRead, BufReader, Write},
+    io::Write,
     path::{Path, PathBuf},
-    process::{Child, ChildStdin, Command, Stdio},
-    sync::{
-        Arc,
-        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
-    },
-    thread,
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    sync::Arc,
+    time::Duration,
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tower_idempotency::{BoxError, BoxStore, IdempotencyLayer, Lease, Outcome, Parked};
 
 const MESSAGES: usize = 200;
-const WORKERS: usize = 3;
-/// How many messages a worker holds at most.
-const IN_FLIGHT: usize = 6;
-/// After so many the workers are left alone.
-const KILLS: usize = 30;
 /// Long enough for renewals to come in time on a machine that is busy.
 const LEASE: Duration = Duration::from_secs(4);
 
 // ===== the worker =====
 
-/// Not a test: what a worker process does. Says `| ack <id>` or `| back <id> <milliseconds>`.
+/// Not a test: what a worker process does.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn worker() {
     let Ok(url) = env::var("KILLED_URL") else {
@@ -55,31 +48,20 @@ async fn worker() {
         .claim(Lease::new(LEASE).unwrap())
         .outcome()
         .layer(handler);
-    println!("| ready");
-
-    let (deliver, mut deliveries) = tokio::sync::mpsc::unbounded_channel();
-    thread::spawn(move || {
-        for line in std::io::stdin().lines() {
-            let Ok(id) = line else { return };
-            if deliver.send(id).is_err() {
-                return;
+    broker::work(|id| {
+        let consumer = consumer.clone();
+        async move {
+            match consumer.oneshot(id).await {
+                Ok(Outcome::Ran(())) => Answer::Ack("ran"),
+                Ok(_) => Answer::Ack("duplicate"),
+                Err(error) => match error.downcast_ref::<Parked>() {
+                    Some(parked) => Answer::Back("parked", parked.retry_after()),
+                    None => Answer::Back("failed", Duration::ZERO),
+                },
             }
         }
-    });
-    while let Some(id) = deliveries.recv().await {
-        let consumer = consumer.clone();
-        tokio::spawn(async move {
-            let answer = match consumer.oneshot(id.clone()).await {
-                Ok(Outcome::Ran(())) => format!("| ack {id} ran"),
-                Ok(_) => format!("| ack {id} duplicate"),
-                Err(error) => {
-                    let pause = error.downcast_ref::<Parked>().map(Parked::retry_after);
-                    format!("| back {id} {}", pause.unwrap_or_default().as_millis())
-                }
-            };
-            println!("{answer}");
-        });
-    }
+    })
+    .await;
 }
 
 async fn charge(ledger: Ledger, id: String) -> Result<(), BoxError> {
@@ -116,188 +98,28 @@ impl Ledger {
     }
 }
 
-fn micros() -> u128 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.unwrap().as_micros()
-}
-
 // ===== the broker =====
 
-struct Worker {
-    child: Child,
-    stdin: ChildStdin,
-    ready: bool,
-    killed: bool,
-    /// Each delivery that it has not settled: an id may be there twice.
-    holds: Vec<String>,
-}
-
-/// What a worker said; `None` at its end.
-type Said = (u32, Option<String>);
-
-struct Broker {
-    url: String,
-    record: String,
-    ledger: PathBuf,
-    workers: HashMap<u32, Worker>,
-    said: Receiver<Said>,
-    say: Sender<Said>,
-    queue: VecDeque<String>,
-    later: Vec<(Instant, String)>,
-    /// When a process was dead for sure, and what it held.
-    killed: HashMap<u32, (u128, HashSet<String>)>,
-    open: usize,
-    parked: usize,
-    duplicates: usize,
-}
-
-impl Broker {
-    fn start(&mut self) {
-        let mut child = Command::new(env::current_exe().unwrap())
-            .args(["--exact", "worker", "--nocapture"])
-            .env("KILLED_URL", &self.url)
-            .env("KILLED_RECORD", &self.record)
-            .env("KILLED_LEDGER", &self.ledger)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let (pid, say) = (child.id(), self.say.clone());
-        let stdout = child.stdout.take().unwrap();
-        thread::spawn(move || {
-            for line in BufReader::new(stdout).lines() {
-                let Ok(line) = line else { break };
-                if let Some(said) = line.split_once("| ").map(|(_, said)| said.to_owned()) {
-                    let _ = say.send((pid, Some(said)));
-                }
-            }
-            let _ = say.send((pid, None));
-        });
-        let worker = Worker {
-            stdin: child.stdin.take().unwrap(),
-            child,
-            ready: false,
-            killed: false,
-            holds: Vec::new(),
-        };
-        self.workers.insert(pid, worker);
-    }
-
-    fn hand_out(&mut self) {
-        let now = Instant::now();
-        let (due, later) = self.later.drain(..).partition(|(at, _)| *at <= now);
-        self.later = later;
-        let due: Vec<(Instant, String)> = due;
-        self.queue.extend(due.into_iter().map(|(_, id)| id));
-        for worker in self.workers.values_mut() {
-            while worker.ready && !worker.killed && worker.holds.len() < IN_FLIGHT {
-                let Some(id) = self.queue.pop_front() else {
-                    return;
-                };
-                // One that is dead takes nothing; what it holds comes back.
-                let _ = worker.stdin.write_all(format!("{id}\n").as_bytes());
-                worker.holds.push(id);
-            }
-        }
-    }
-
-    fn hear(&mut self, pid: u32, said: Option<String>) {
-        let worker = self.workers.get_mut(&pid).unwrap();
-        let Some(said) = said else {
-            assert!(worker.killed, "worker {pid} ended by itself");
-            let worker = self.workers.remove(&pid).unwrap();
-            self.queue.extend(worker.holds);
-            self.start();
-            return;
-        };
-        let words: Vec<&str> = said.split(' ').collect();
-        let mut settle = |id: &str| {
-            let at = worker.holds.iter().position(|held| held == id).unwrap();
-            worker.holds.swap_remove(at);
-        };
-        match words[..] {
-            ["ready"] => worker.ready = true,
-            ["ack", id, how] => {
-                settle(id);
-                self.open -= 1;
-                self.duplicates += usize::from(how == "duplicate");
-            }
-            ["back", id, pause] => {
-                settle(id);
-                let pause = pause.parse().unwrap();
-                self.parked += usize::from(pause > 0);
-                let due = Instant::now() + Duration::from_millis(pause);
-                self.later.push((due, id.to_owned()));
-            }
-            _ => panic!("worker {pid} said {said:?}"),
-        }
-    }
-
-    /// Kills one that is at work.
-    fn kill(&mut self) {
-        let busy = self.workers.iter_mut();
-        let mut busy: Vec<_> = busy
-            .filter(|(_, it)| !it.killed && !it.holds.is_empty())
-            .collect();
-        if busy.is_empty() {
-            return;
-        }
-        let chance = rand::random_range(0..busy.len());
-        let (pid, worker) = &mut busy[chance];
-        worker.child.kill().unwrap();
-        worker.child.wait().unwrap();
-        worker.killed = true;
-        let held = worker.holds.iter().cloned().collect();
-        self.killed.insert(**pid, (micros(), held));
-    }
-}
-
-/// Delivers everything twice, kills workers meanwhile, and ends when each delivery was acked.
-fn deliver(url: &str, record: &str) -> (Broker, Vec<String>) {
+/// Delivers everything twice.
+fn deliver(url: &str, record: &str) -> (Broker, PathBuf, Vec<String>) {
     let ids: Vec<String> = (0..MESSAGES).map(|n| format!("{record}-{n}")).collect();
-    let (say, said) = channel();
-    let mut broker = Broker {
-        url: url.to_owned(),
-        record: record.to_owned(),
-        ledger: env::temp_dir().join(record),
-        workers: HashMap::new(),
-        said,
-        say,
-        queue: ids.iter().chain(&ids).cloned().collect(),
-        later: Vec::new(),
-        killed: HashMap::new(),
-        open: 2 * MESSAGES,
-        parked: 0,
-        duplicates: 0,
+    let ledger = env::temp_dir().join(record);
+    let plan = Plan {
+        workers: 3,
+        in_flight: 6,
+        kills: 30,
+        acks: 0..1,
+        pause: 20..100,
+        patience: Duration::from_secs(180),
     };
-    for _ in 0..WORKERS {
-        broker.start();
-    }
-    let begun = Instant::now();
-    let mut next_kill = begun;
-    while broker.open > 0 {
-        assert!(
-            begun.elapsed() < Duration::from_secs(180),
-            "{} deliveries are still open",
-            broker.open
-        );
-        broker.hand_out();
-        match broker.said.recv_timeout(Duration::from_millis(5)) {
-            Ok((pid, said)) => broker.hear(pid, said),
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => unreachable!("the broker says, too"),
-        }
-        if broker.killed.len() < KILLS && Instant::now() > next_kill {
-            broker.kill();
-            let pause = Duration::from_millis(rand::random_range(20..100));
-            next_kill = Instant::now() + pause;
-        }
-    }
-    for worker in broker.workers.values_mut() {
-        let _ = worker.child.kill();
-        let _ = worker.child.wait();
-    }
-    (broker, ids)
+    let variables = vec![
+        ("KILLED_URL", url.to_owned()),
+        ("KILLED_RECORD", record.to_owned()),
+        ("KILLED_LEDGER", ledger.display().to_string()),
+    ];
+    let mut broker = Broker::new(plan, variables);
+    broker.deliver(ids.iter().chain(&ids).cloned());
+    (broker, ledger, ids)
 }
 
 // ===== the ledger =====
@@ -311,9 +133,9 @@ struct Run {
     ended: Option<u128>,
 }
 
-fn audit(name: &str, broker: &Broker, ids: &[String]) {
-    let text = fs::read_to_string(&broker.ledger).unwrap();
-    fs::remove_file(&broker.ledger).unwrap();
+fn audit(name: &str, broker: &Broker, ledger: &Path, ids: &[String]) {
+    let text = fs::read_to_string(ledger).unwrap();
+    fs::remove_file(ledger).unwrap();
     let mut runs: BTreeMap<&str, Vec<Run>> = BTreeMap::new();
     for line in text.lines() {
         let words: Vec<&str> = line.split(' ').collect();
@@ -371,8 +193,8 @@ fn audit(name: &str, broker: &Broker, ids: &[String]) {
         2 * MESSAGES,
         broker.killed.len(),
         repeated.len(),
-        broker.duplicates,
-        broker.parked,
+        broker.count("duplicate"),
+        broker.count("parked"),
     );
     assert!(broker.killed.len() >= 5, "too few kills to show anything");
 }
@@ -381,12 +203,12 @@ fn audit(name: &str, broker: &Broker, ids: &[String]) {
 fn no_message_is_lost_and_none_runs_twice_at_once_on_redis() {
     let Some(url) = redis() else { return };
     let record = unique("killed");
-    let (broker, ids) = deliver(&url, &record);
+    let (broker, ledger, ids) = deliver(&url, &record);
     let mut connection = redis::Client::open(url).unwrap().get_connection().unwrap();
     for id in &ids {
         let _: () = redis::Commands::del(&mut connection, format!("{record}{id}")).unwrap();
     }
-    audit("Redis", &broker, &ids);
+    audit("Redis", &broker, &ledger, &ids);
 }
 
 #[tokio::test]
@@ -395,12 +217,12 @@ async fn no_message_is_lost_and_none_runs_twice_at_once_on_postgres() {
     let record = unique("killed");
     let (of_url, of_record) = (url.clone(), record.clone());
     let delivered = tokio::task::spawn_blocking(move || deliver(&of_url, &of_record));
-    let (broker, ids) = delivered.await.unwrap();
+    let (broker, ledger, ids) = delivered.await.unwrap();
     let pool = sqlx::PgPool::connect(&url).await.unwrap();
     let drop = format!("DROP TABLE \"{record}\"");
     let dropped = sqlx::raw_sql(sqlx::AssertSqlSafe(drop))
         .execute(&pool)
         .await;
     dropped.unwrap();
-    audit("PostgreSQL", &broker, &ids);
+    audit("PostgreSQL", &broker, &ledger, &ids);
 }
