@@ -68,6 +68,12 @@ pub trait World: Sized + 'static {
         statement: String,
     ) -> impl Future<Output = Result<i64, sqlx::Error>> + Send;
 
+    /// Runs a query for a text.
+    fn text(
+        connection: &mut <Self::Db as Database>::Connection,
+        statement: String,
+    ) -> impl Future<Output = Result<String, sqlx::Error>> + Send;
+
     /// On a pool as a user brings it, of so many connections, all of which are in use from now on.
     async fn exhausted(&self, connections: u32) -> (Self::Store, Vec<Box<dyn Send>>);
 
@@ -192,6 +198,14 @@ impl World for Postgres {
         connection: &mut sqlx::PgConnection,
         statement: String,
     ) -> Result<i64, sqlx::Error> {
+        let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
+        row.await?.try_get(0)
+    }
+
+    async fn text(
+        connection: &mut sqlx::PgConnection,
+        statement: String,
+    ) -> Result<String, sqlx::Error> {
         let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
         row.await?.try_get(0)
     }
@@ -349,6 +363,14 @@ impl World for MySql {
         row.await?.try_get(0)
     }
 
+    async fn text(
+        connection: &mut sqlx::MySqlConnection,
+        statement: String,
+    ) -> Result<String, sqlx::Error> {
+        let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
+        row.await?.try_get(0)
+    }
+
     async fn exhausted(&self, connections: u32) -> (MySqlStore, Vec<Box<dyn Send>>) {
         let pool = MySqlPoolOptions::new()
             .max_connections(connections)
@@ -499,6 +521,14 @@ impl World for Sqlite {
         connection: &mut sqlx::SqliteConnection,
         statement: String,
     ) -> Result<i64, sqlx::Error> {
+        let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
+        row.await?.try_get(0)
+    }
+
+    async fn text(
+        connection: &mut sqlx::SqliteConnection,
+        statement: String,
+    ) -> Result<String, sqlx::Error> {
         let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(statement)));
         row.await?.try_get(0)
     }
