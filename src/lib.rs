@@ -92,25 +92,27 @@
 //!
 //! # What is promised
 //!
-//! Two modes: the seen-set, which is [`IdempotencyLayer`] as it is, and the claim, which
-//! `.claim(lease)` turns it into.
+//! Three modes: the seen-set, which is [`IdempotencyLayer`] as it is; the claim, which
+//! `.claim(lease)` turns it into; and, with the feature of a database, the transaction, which `TransactionLayer`
+//! lends to the handler.
 //!
-//! | | seen-set | claim |
-//! |---|---|---|
-//! | a copy that arrives after the first one's mark was answered | is skipped and acked | is skipped and acked |
-//! | two copies at the same time | both run | one runs; the other is [`Parked`], or waits |
-//! | a message whose handler failed, panicked or was dropped | runs again | runs again |
-//! | a crash before the effect | runs again | runs again when the lease has ended |
-//! | a crash between the effect and the mark | runs again | runs again when the lease has ended |
-//! | a store that cannot be asked | nothing runs, nothing is acked, nothing is lost | the same |
-//! | a message without an id | runs each time, and is reported | the same |
+//! | | seen-set | claim | transaction |
+//! |---|---|---|---|
+//! | a copy that arrives after the first one's mark was answered | is skipped and acked | is skipped and acked | is skipped and acked |
+//! | two copies at the same time | both run | one runs; the other is [`Parked`], or waits | one runs; the other waits, and is then skipped, or runs, or is [`Parked`] |
+//! | a message whose handler failed, panicked or was dropped | runs again | runs again | runs again, and what it wrote is rolled back |
+//! | a crash before the effect | runs again | runs again when the lease has ended | runs again |
+//! | a crash between the effect and the mark | runs again | runs again when the lease has ended | happens to both or to neither |
+//! | a store that cannot be asked | nothing runs, nothing is acked, nothing is lost | the same | the same |
+//! | a message without an id | runs each time, and is reported | the same | the same |
 //!
 //! In doubt a message runs again: losing one is worse than repeating one. The [guide] has what each
 //! mode costs, how to choose lease and TTL, and how to hand a parked message back to a broker.
 //!
 //! # The order of the layers
 //!
-//! Outermost first: dead-letter → idempotency → retry → timeout → handler.
+//! Outermost first: dead-letter → idempotency → retry → timeout → handler; with transactions, dead-letter →
+//! retry → transaction → timeout → handler.
 //!
 //! * [`DeadLetterLayer`] inside the idempotency layer would answer Ok for a message that never had
 //!   its effect; it would be remembered as done, and its redrive skipped.
@@ -152,7 +154,7 @@
 //! | feature | |
 //! |---|---|
 //! | `tokio` (default) | the claim; limits the time of store commands, pauses between tries of a mark, finishes the marks that dropped calls left. Without it the seen-set runs on any executor and does none of this. |
-//! | `redis`, `postgres`, `mysql`, `sqlite` | the store of that name, with `tokio`; the three of SQL need Rust 1.94, as sqlx does |
+//! | `redis`, `postgres`, `mysql`, `sqlite` | the store of that name, and transactions of the three databases, with `tokio`; the three of SQL need Rust 1.94, as sqlx does |
 //! | `testing` | `testing::store_contract` and `claim_store_contract`: what is asked of a [`Store`] and a [`ClaimStore`], as tests |
 //! | `tracing` | tells each [event] to `tracing` |
 //! | `metrics` | counts each [event] with `metrics` |
