@@ -939,7 +939,10 @@ async fn main() {
             .create_if_missing(true)
             .journal_mode(sqlx::sqlite::SqliteJournalMode::Wal)
             .synchronous(sqlx::sqlite::SqliteSynchronous::Normal)
-            .busy_timeout(Duration::from_secs(4));
+            .busy_timeout(Duration::from_secs(4))
+            // As a store's own pool has it.
+            .page_size(1024)
+            .pragma("wal_autocheckpoint", "32768");
         let pool = sqlx::sqlite::SqlitePoolOptions::new().max_connections(connections);
         let pool = pool.connect_with(options).await.expect("a pool");
         transactions(pool, &size, &mut figures).await;

@@ -472,6 +472,8 @@ pub(in crate::store) struct Core<B: Backend> {
     remember: Lane,
     /// How many statements for a single id may wait for rows at once: never on all connections.
     singles: Semaphore,
+    /// Where one transaction at a time can write: whose turn it is, among those here.
+    pub(super) turns: Arc<Semaphore>,
     /// A connection for renewals alone, opened when the first one comes: handlers may have taken
     /// all those of the pool.
     renewals: Mutex<Option<ConnectionOf<B>>>,
@@ -491,6 +493,7 @@ impl<B: Backend> Core<B> {
             looks: Arc::new(Semaphore::new(1)),
             seen: Lane::new(patience),
             remember: Lane::new(patience),
+            turns: Arc::new(Semaphore::new(1)),
             renewals: Mutex::new(None),
         })
     }

@@ -194,7 +194,7 @@ impl Backend for MySqlTable {
             // to. A condition is always evaluated; a sum ends at its first null.
             open: format!(
                 "INSERT INTO {name} (message_id, state, owner, since, expires_at) \
-                 VALUES (?, 'claimed', ?, IF(LAST_INSERT_ID({OPENED}) = {OPENED}, {NOW}, NULL), {NOW} + {OPEN_LEASE}) \
+                 VALUES (?, 'claimed', ?, IF(LAST_INSERT_ID({OPENED}) = {OPENED}, {START}, NULL), {START} + {OPEN_LEASE}) \
                  ON DUPLICATE KEY UPDATE state = IF(expires_at <= {NOW}, 'claimed', state), \
                  owner = IF(state = 'claimed' AND expires_at <= {NOW}, ?, owner), \
                  since = IF(state = 'claimed' AND owner = ?, {NOW}, since), \
@@ -203,8 +203,9 @@ impl Backend for MySqlTable {
                  ELSE {BUSY} + GREATEST(expires_at - {NOW}, 0) END) = {OPENED}, {NOW} + {OPEN_LEASE}, expires_at)"
             )
             .into(),
+            // It has nothing to wait for: the row is locked already.
             close: format!(
-                "UPDATE {name} SET state = 'done', since = {NOW}, expires_at = {NOW} + ? WHERE {ours}"
+                "UPDATE {name} SET state = 'done', since = {START}, expires_at = {START} + ? WHERE {ours}"
             )
             .into(),
             withdraw: format!("DELETE FROM {name} WHERE {ours}").into(),

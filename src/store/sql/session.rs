@@ -16,10 +16,11 @@ use crate::{
     id::MessageId,
     store::claim::Owner,
 };
-use sqlx::{AssertSqlSafe, Connection, Database, SqlSafeStr, Transaction};
-use std::{error::Error, fmt, sync::Arc, time::Duration};
+use sqlx::{AssertSqlSafe, Connection, Database, SqlSafeStr, Transaction, pool::PoolConnection};
+use std::{error::Error, fmt, future::Future, sync::Arc, time::Duration};
 use tokio::{
     runtime::Handle,
+    sync::OwnedSemaphorePermit,
     time::{Instant, sleep, timeout},
 };
 
@@ -60,6 +61,7 @@ pub(crate) struct Session<B: Backend> {
     owner: String,
     /// Whether the message is to be remembered: not without an id.
     recorded: bool,
+    turn: Option<OwnedSemaphorePermit>,
 }
 
 /// Why it is not known to be committed.
@@ -75,14 +77,19 @@ impl NotCommitted {
     }
 }
 
-/// What stands in the way of a begin.
-enum Hindered {
-    /// Another transaction: to begin afresh.
-    Contention,
-    For(StoreError),
-}
-
 // ===== begin =====
+
+/// What is to be begun, perhaps several times.
+struct Begin<'a, B: Backend> {
+    core: Arc<Core<B>>,
+    runtime: Handle,
+    opening: &'a Opening,
+    key: String,
+    owner: String,
+    recorded: bool,
+    /// Until when others are waited for: counted from when that can begin.
+    until: Option<Instant>,
+}
 
 impl<B: Backend> Session<B> {
     /// Begins a transaction and claims the message in it. An empty id is none: what is claimed
@@ -104,82 +111,142 @@ impl<B: Backend> Session<B> {
         } else {
             nameless(&owner)
         };
-        let busy = || Ok(Opened::Busy(opening.lock_wait.max(LOCKED)));
-        let mut deadline = None;
+        let mut begin = Begin {
+            core,
+            runtime,
+            opening,
+            key,
+            owner,
+            recorded,
+            until: None,
+        };
         let mut pause = FIRST_PAUSE;
         loop {
-            let acquired = core.clone();
-            let acquire = async move { acquired.acquire().await };
-            let acquire = Within::new(&runtime, Dropped::Ends, acquire).await;
-            let connection = acquire.map_err(at(Operation::Begin))?;
-            if connection.is_in_transaction() {
-                // As sqlx counts, somebody left it so.
-                drop(connection.detach());
-                continue;
+            if let Some(opened) = begin.once().await? {
+                return Ok(opened);
             }
-            let until = *deadline.get_or_insert_with(|| Instant::now() + opening.lock_wait);
-            let left = || until.saturating_duration_since(Instant::now());
-
-            // Dropped in the middle, sqlx would leave the transaction open.
-            let begin = B::begin(opening.isolation);
-            let begin = Transaction::begin(connection, Some(AssertSqlSafe(begin).into_sql_str()));
-            let begin = Within::new(&runtime, Dropped::GoesOn, begin).counted(&opening.left_over);
-            let limit = if B::LOCKS_ROWS {
-                core.settings.response_timeout
-            } else {
-                left() + LATE
-            };
-            let begun = match timeout(limit, begin).await {
-                Ok(begun) => begun.map_err(|error| hindered(Operation::Begin, failed::<B>(error))),
-                Err(_) if B::LOCKS_ROWS => {
-                    let late = TimedOut::new(limit);
-                    return Err(StoreError::new(Operation::Begin, late));
-                }
-                Err(_) => return busy(),
-            };
-            let hindered = match begun {
-                Ok(transaction) => {
-                    let mut session = Session {
-                        transaction: Some(transaction),
-                        core: core.clone(),
-                        runtime: runtime.clone(),
-                        left_over: opening.left_over.clone(),
-                        key: key.clone(),
-                        owner: owner.clone(),
-                        recorded,
-                    };
-                    let patience = left();
-                    let claim = async move {
-                        let held = session.claim(patience).await;
-                        (session, held)
-                    };
-                    let claim = Within::new(&runtime, Dropped::GoesOn, claim);
-                    let claim = claim.counted(&opening.left_over);
-                    match timeout(patience + LATE, claim).await {
-                        Ok((session, Ok(Held::Yes))) => return Ok(Opened::Session(session)),
-                        Ok((_, Ok(Held::Done))) => return Ok(Opened::Done),
-                        Ok((_, Ok(Held::Busy(left)))) => {
-                            if left.is_none() {
-                                core.endless();
-                            }
-                            return Ok(Opened::Busy(left.unwrap_or(remaining(OPEN_LEASE))));
-                        }
-                        Ok((_, Ok(Held::No | Held::Again))) => Hindered::Contention,
-                        Ok((_, Err(error))) => hindered(Operation::Claim, error),
-                        Err(_) => return busy(),
-                    }
-                }
-                Err(hindered) => hindered,
-            };
-            match hindered {
-                Hindered::For(error) => return Err(error),
-                Hindered::Contention if left() <= pause => return busy(),
-                Hindered::Contention => sleep(pause).await,
+            if begin.left() <= pause {
+                return Ok(begin.busy());
             }
+            sleep(pause).await;
             pause *= 2;
         }
     }
+}
 
+impl<B: Backend> Begin<'_, B> {
+    /// `None`: another transaction was in the way, and it is to begin afresh.
+    async fn once(&mut self) -> Result<Option<Opened<B>>, StoreError> {
+        let turn = if B::LOCKS_ROWS {
+            None
+        } else {
+            // Where the file is locked as a whole, those of this process wait here in turn, and not all at
+            // once at the file, each with a connection.
+            let turn = self.core.turns.clone().acquire_owned();
+            match timeout(self.left(), turn).await {
+                Ok(turn) => turn.ok(),
+                Err(_) => return Ok(Some(self.busy())),
+            }
+        };
+        let connection = self.acquire().await?;
+        let left = self.left();
+
+        // Dropped in the middle, sqlx would leave the transaction open.
+        let begin = AssertSqlSafe(B::begin(self.opening.isolation)).into_sql_str();
+        let begin = Transaction::begin(connection, Some(begin));
+        let begin = self.to_the_end(async move { (begin.await, turn) });
+        let response_timeout = self.core.settings.response_timeout;
+        let limit = if B::LOCKS_ROWS {
+            response_timeout
+        } else {
+            left + LATE
+        };
+        let (begun, turn) = match timeout(limit, begin).await {
+            Ok(begun) => begun,
+            Err(_) if B::LOCKS_ROWS => return Err(at(Operation::Begin)(timed_out(limit))),
+            Err(_) => return Ok(Some(self.busy())),
+        };
+        let transaction = match begun.map_err(failed::<B>) {
+            Ok(transaction) => transaction,
+            Err(error) if error.kind() == BackendErrorKind::Contention => return Ok(None),
+            Err(error) => return Err(at(Operation::Begin)(error)),
+        };
+
+        let mut session = Session {
+            transaction: Some(transaction),
+            core: self.core.clone(),
+            runtime: self.runtime.clone(),
+            left_over: self.opening.left_over.clone(),
+            key: self.key.clone(),
+            owner: self.owner.clone(),
+            recorded: self.recorded,
+            turn,
+        };
+        let left = self.left();
+        let claim = self.to_the_end(async move {
+            let held = session.claim(left).await;
+            (session, held)
+        });
+        let Ok((session, held)) = timeout(left + LATE, claim).await else {
+            return Ok(Some(self.busy()));
+        };
+        match held {
+            Ok(Held::Yes) => Ok(Some(Opened::Session(session))),
+            Ok(Held::Done) => Ok(Some(Opened::Done)),
+            Ok(Held::Busy(Some(left))) => Ok(Some(Opened::Busy(left))),
+            Ok(Held::Busy(None)) => {
+                self.core.endless();
+                Ok(Some(Opened::Busy(remaining(OPEN_LEASE))))
+            }
+            Ok(Held::No | Held::Again) => Ok(None),
+            Err(error) if error.kind() == BackendErrorKind::Contention => Ok(None),
+            Err(error) => Err(at(Operation::Claim)(error)),
+        }
+    }
+
+    async fn acquire(&self) -> Result<PoolConnection<B::Db>, StoreError> {
+        loop {
+            let core = self.core.clone();
+            let acquire = async move { core.acquire().await };
+            let acquire = Within::new(&self.runtime, Dropped::Ends, acquire);
+            let connection = acquire.await.map_err(at(Operation::Begin))?;
+            if !connection.is_in_transaction() {
+                return Ok(connection);
+            }
+            // As sqlx counts, somebody left it so.
+            drop(connection.detach());
+        }
+    }
+
+    fn to_the_end<T: 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> Within<T> {
+        Within::new(&self.runtime, Dropped::GoesOn, work).counted(&self.opening.left_over)
+    }
+
+    /// How much longer others are waited for.
+    fn left(&mut self) -> Duration {
+        let until = self
+            .until
+            .get_or_insert_with(|| Instant::now() + self.opening.lock_wait);
+        until.saturating_duration_since(Instant::now())
+    }
+
+    /// Others were waited for in vain.
+    fn busy(&self) -> Opened<B> {
+        Opened::Busy(self.opening.lock_wait.max(LOCKED))
+    }
+}
+
+fn at(operation: Operation) -> impl Fn(BackendError) -> StoreError {
+    move |error| StoreError::new(operation, error)
+}
+
+fn timed_out(limit: Duration) -> BackendError {
+    BackendError::new(BackendErrorKind::Unavailable, TimedOut::new(limit))
+}
+
+// ===== end =====
+
+impl<B: Backend> Session<B> {
     async fn claim(&mut self, patience: Duration) -> Result<Held, BackendError> {
         let Session {
             transaction,
@@ -191,22 +258,7 @@ impl<B: Backend> Session<B> {
         let open = transaction.as_mut().expect("taken by the drop alone");
         core.backend.open(open, key, owner, patience).await
     }
-}
 
-fn at(operation: Operation) -> impl Fn(BackendError) -> StoreError {
-    move |error| StoreError::new(operation, error)
-}
-
-fn hindered(operation: Operation, error: BackendError) -> Hindered {
-    match error.kind() {
-        BackendErrorKind::Contention => Hindered::Contention,
-        _ => Hindered::For(StoreError::new(operation, error)),
-    }
-}
-
-// ===== end =====
-
-impl<B: Backend> Session<B> {
     /// The connection, for the statements of the handler.
     pub(crate) fn connection(&self) -> &<B::Db as Database>::Connection {
         self.transaction.as_ref().expect("taken by the drop alone")
@@ -293,13 +345,14 @@ impl<B: Backend> Drop for Session<B> {
             return;
         };
         let core = self.core.clone();
+        let turn = self.turn.take();
         let under_way = self.left_over.begin();
         // On a runtime that has ended the task is dropped unpolled, and the connection closed.
         let _entered = self.runtime.enter();
         self.runtime.spawn(async move {
             // Unknown or not: without a commit all is undone.
             let _ = rolled_back(&core, transaction).await;
-            drop(under_way);
+            drop((turn, under_way));
         });
     }
 }
@@ -315,10 +368,7 @@ async fn rolled_back<B: Backend>(
     };
     match timeout(limit, roll_back).await {
         Ok(answer) => answer.map_err(failed::<B>),
-        Err(_) => {
-            let late = TimedOut::new(limit);
-            Err(BackendError::new(BackendErrorKind::Unavailable, late))
-        }
+        Err(_) => Err(timed_out(limit)),
     }
 }
 
