@@ -697,8 +697,12 @@ impl Backend for PostgresTable {
         Ok(closed.await?.is_some())
     }
 
+    /// Integrity constraints, values, check options, and what a trigger raises.
     fn rejects(error: &dyn DatabaseError) -> bool {
-        Self::classify(error) == BackendErrorKind::Other
+        let code = error.code().unwrap_or_default();
+        ["23", "22", "44", "P0"]
+            .iter()
+            .any(|class| code.starts_with(class))
     }
 
     async fn settle(
