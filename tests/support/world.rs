@@ -17,6 +17,7 @@ use std::{
 };
 use tokio::{task::JoinHandle, time::sleep};
 use tower_idempotency::{
+    TransactionLayer,
     error::BackendError,
     store::{
         ClaimStore, MySqlStore, PostgresStore, SqliteStore,
@@ -41,6 +42,9 @@ pub trait World: Sized + 'static {
     type Store: ClaimStore<Error = BackendError>;
     type Table;
 
+    /// The clock of the server at this instant, in microseconds.
+    const NOW: &'static str;
+
     /// With its table. A test that gets `None` is over.
     async fn open(name: &str) -> Option<Self>;
 
@@ -54,7 +58,18 @@ pub trait World: Sized + 'static {
     async fn connect(&self, builder: SqlStoreBuilder<Self::Table>) -> Self::Store;
 
     /// A pool as a user brings it, of at most so many connections.
-    async fn pool(&self, connections: u32) -> Pool<Self::Db>;
+    async fn pool(&self, connections: u32) -> Pool<Self::Db> {
+        self.pool_of(connections, "SELECT 1").await
+    }
+
+    /// The same, of sessions that begin with this statement.
+    async fn pool_of(&self, connections: u32, begin: &'static str) -> Pool<Self::Db>;
+
+    /// Transactions on the caller's own pool.
+    fn transactions(
+        builder: SqlStoreBuilder<Self::Table>,
+        pool: Pool<Self::Db>,
+    ) -> TransactionLayer<Self::Db>;
 
     /// Runs a statement, and says how many rows it changed.
     fn execute(
@@ -78,6 +93,9 @@ pub trait World: Sized + 'static {
     async fn exhausted(&self, connections: u32) -> (Self::Store, Vec<Box<dyn Send>>);
 
     async fn run(&self, statement: &str);
+
+    /// Asks for a number.
+    async fn ask(&self, statement: &str) -> i64;
 
     async fn now(&self) -> i64;
 
@@ -147,6 +165,8 @@ impl World for Postgres {
     type Table = PostgresTable;
     type Open = sqlx::PgConnection;
 
+    const NOW: &'static str = POSTGRES_NOW;
+
     async fn open(name: &str) -> Option<Self> {
         let url = services::postgres()?;
         let table = unique(name);
@@ -181,9 +201,19 @@ impl World for Postgres {
         builder.connect(&self.url).await.unwrap()
     }
 
-    async fn pool(&self, connections: u32) -> Pool<sqlx::Postgres> {
+    async fn pool_of(&self, connections: u32, begin: &'static str) -> Pool<sqlx::Postgres> {
         let pool = PgPoolOptions::new().max_connections(connections);
+        let pool = pool.after_connect(move |session, _| {
+            Box::pin(async move { session.execute(sqlx::raw_sql(begin)).await.map(drop) })
+        });
         pool.connect(&self.url).await.unwrap()
+    }
+
+    fn transactions(
+        builder: SqlStoreBuilder<PostgresTable>,
+        pool: Pool<sqlx::Postgres>,
+    ) -> TransactionLayer<sqlx::Postgres> {
+        TransactionLayer::with_store(builder.pool(pool).unwrap())
     }
 
     async fn execute(
@@ -228,6 +258,12 @@ impl World for Postgres {
 
     async fn run(&self, statement: &str) {
         self.rows(statement).await;
+    }
+
+    async fn ask(&self, statement: &str) -> i64 {
+        let whole = spelled(statement, &self.table, POSTGRES_NOW);
+        let row = self.pool.fetch_one(sqlx::raw_sql(AssertSqlSafe(whole)));
+        row.await.unwrap().get(0)
     }
 
     async fn now(&self) -> i64 {
@@ -316,6 +352,8 @@ impl World for MySql {
     type Table = MySqlTable;
     type Open = sqlx::MySqlConnection;
 
+    const NOW: &'static str = MYSQL_NOW;
+
     async fn open(name: &str) -> Option<Self> {
         let url = services::mysql()?;
         let table = unique(name);
@@ -342,9 +380,19 @@ impl World for MySql {
         builder.connect(&self.url).await.unwrap()
     }
 
-    async fn pool(&self, connections: u32) -> Pool<sqlx::MySql> {
+    async fn pool_of(&self, connections: u32, begin: &'static str) -> Pool<sqlx::MySql> {
         let pool = MySqlPoolOptions::new().max_connections(connections);
+        let pool = pool.after_connect(move |session, _| {
+            Box::pin(async move { session.execute(sqlx::raw_sql(begin)).await.map(drop) })
+        });
         pool.connect(&self.url).await.unwrap()
+    }
+
+    fn transactions(
+        builder: SqlStoreBuilder<MySqlTable>,
+        pool: Pool<sqlx::MySql>,
+    ) -> TransactionLayer<sqlx::MySql> {
+        TransactionLayer::with_store(builder.pool(pool).unwrap())
     }
 
     async fn execute(
@@ -389,6 +437,12 @@ impl World for MySql {
 
     async fn run(&self, statement: &str) {
         self.rows(statement).await;
+    }
+
+    async fn ask(&self, statement: &str) -> i64 {
+        let whole = spelled(statement, &self.table, MYSQL_NOW);
+        let row = self.pool.fetch_one(sqlx::raw_sql(AssertSqlSafe(whole)));
+        row.await.unwrap().get(0)
     }
 
     async fn now(&self) -> i64 {
@@ -471,6 +525,8 @@ impl World for Sqlite {
     type Table = SqliteTable;
     type Open = sqlx::SqliteConnection;
 
+    const NOW: &'static str = SQLITE_NOW;
+
     async fn open(name: &str) -> Option<Self> {
         let dir = std::env::temp_dir().join(unique(name));
         fs::create_dir(&dir).unwrap();
@@ -504,9 +560,19 @@ impl World for Sqlite {
         builder.connect(&self.url).await.unwrap()
     }
 
-    async fn pool(&self, connections: u32) -> Pool<sqlx::Sqlite> {
+    async fn pool_of(&self, connections: u32, begin: &'static str) -> Pool<sqlx::Sqlite> {
         let pool = SqlitePoolOptions::new().max_connections(connections);
+        let pool = pool.after_connect(move |session, _| {
+            Box::pin(async move { session.execute(sqlx::raw_sql(begin)).await.map(drop) })
+        });
         pool.connect(&self.url).await.unwrap()
+    }
+
+    fn transactions(
+        builder: SqlStoreBuilder<SqliteTable>,
+        pool: Pool<sqlx::Sqlite>,
+    ) -> TransactionLayer<sqlx::Sqlite> {
+        TransactionLayer::with_store(builder.pool(pool).unwrap())
     }
 
     async fn execute(
@@ -553,6 +619,12 @@ impl World for Sqlite {
         let whole = spelled(statement, &self.table, SQLITE_NOW);
         let done = self.pool.execute(sqlx::raw_sql(AssertSqlSafe(whole)));
         done.await.unwrap_or_else(|e| panic!("{statement}: {e}"));
+    }
+
+    async fn ask(&self, statement: &str) -> i64 {
+        let whole = spelled(statement, &self.table, SQLITE_NOW);
+        let row = self.pool.fetch_one(sqlx::raw_sql(AssertSqlSafe(whole)));
+        row.await.unwrap().get(0)
     }
 
     async fn now(&self) -> i64 {
