@@ -1034,6 +1034,65 @@ async fn impatient<W: World>(desk: Option<Desk<W>>) {
     desk.close().await;
 }
 
+/// A copy that is parked leaves no connection behind that waits on.
+async fn freed<W: World>(desk: Option<Desk<W>>) {
+    let Some(desk) = desk else { return };
+    for level in LEVELS {
+        let key = format!("{level:?}").replace(['(', ')'], "");
+        let (layer, gate) = (desk.layer(level), Gate::new());
+        let first = deliver::<W, _, _>(&layer, &key, desk.books_at(&gate, &key));
+        let first = tokio::spawn(first);
+        gate.has_begun().await;
+        let hasty = layer.clone().lock_wait(Duration::from_millis(50));
+        for nr in 0..2 {
+            error::<Parked>(deliver::<W, _, _>(&hasty, &key, never).await);
+            let other = format!("{key}{nr}");
+            let free = timeout(
+                PATIENCE,
+                settled(|| deliver::<W, _, _>(&layer, &other, desk.books(&other))),
+            );
+            assert_eq!(free.await.expect("the other connection is free").ran, 1);
+        }
+        assert!(!first.is_finished());
+        gate.end(false);
+        error::<Declined>(first.await.unwrap());
+        desk.nothing(&key).await;
+    }
+    desk.close().await;
+}
+
+/// The whole table is locked, which is waited for before a statement can say how long.
+async fn table_locked<W: World>(desk: Option<Desk<W>>, lock: &str, end: &str) {
+    let Some(desk) = desk else { return };
+    ran(deliver::<W, _, _>(&desk.layer, "first", desk.books("first")).await);
+    desk.told();
+    for level in LEVELS {
+        let key = format!("{level:?}").replace(['(', ')'], "");
+        let layer = desk.layer(level);
+        let hasty = layer.clone().lock_wait(Duration::from_millis(50));
+        let holder = desk.world.hold(lock).await;
+        // One that has run, too.
+        for key in ["first", &key] {
+            let begun = Instant::now();
+            error::<Parked>(deliver::<W, _, _>(&hasty, key, never).await);
+            assert!(
+                begun.elapsed() < Duration::from_secs(5),
+                "{:?}",
+                begun.elapsed()
+            );
+            assert_eq!(desk.told(), [format!("parked {key}")]);
+        }
+        holder.end(end).await;
+        layer.drained().await;
+        desk.nothing(&key).await;
+        duplicate(deliver::<W, _, _>(&layer, "first", never).await);
+        ran(deliver::<W, _, _>(&layer, &key, desk.books(&key)).await);
+        desk.once(&key).await;
+        desk.told();
+    }
+    desk.close().await;
+}
+
 /// So many copies at once, on fewer connections.
 async fn crowd<W: World>(desk: Option<Desk<W>>) {
     let Some(desk) = desk else { return };
@@ -1595,6 +1654,17 @@ mod in_postgres {
         impatient(desk("tx_impatient", 4).await).await;
     }
 
+    #[tokio::test]
+    async fn a_copy_that_is_parked_leaves_its_connection() {
+        freed(desk("tx_freed", 2).await).await;
+    }
+
+    #[tokio::test]
+    async fn a_table_that_is_locked_is_not_waited_for_any_longer() {
+        let desk = desk("tx_table_locked", 6).await;
+        table_locked(desk, "LOCK TABLE {t} IN ACCESS EXCLUSIVE MODE", "ROLLBACK").await;
+    }
+
     #[tokio::test(flavor = "multi_thread")]
     async fn of_many_copies_one_runs() {
         crowd(desk("tx_crowd", 8).await).await;
@@ -1950,6 +2020,17 @@ mod in_mysql {
     #[tokio::test]
     async fn a_copy_that_has_waited_long_enough_is_parked() {
         impatient(desk("tx_impatient", 4).await).await;
+    }
+
+    #[tokio::test]
+    async fn a_copy_that_is_parked_leaves_its_connection() {
+        freed(desk("tx_freed", 2).await).await;
+    }
+
+    #[tokio::test]
+    async fn a_table_that_is_locked_is_not_waited_for_any_longer() {
+        let desk = desk("tx_table_locked", 6).await;
+        table_locked(desk, "LOCK TABLES {t} WRITE", "UNLOCK TABLES").await;
     }
 
     #[tokio::test(flavor = "multi_thread")]
