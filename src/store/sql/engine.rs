@@ -112,6 +112,17 @@ pub enum Hold {
     Release,
 }
 
+/// A claim within a transaction.
+#[derive(Clone, Debug)]
+pub struct InTransaction {
+    pub(super) key: String,
+    pub(super) owner: String,
+    /// Whether the message is to be remembered: not without an id.
+    pub(super) recorded: bool,
+    /// Where its row is, if the database tells.
+    pub(super) place: Option<String>,
+}
+
 /// How much of what others do at the same time a transaction sees, by the names of standard SQL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -214,19 +225,16 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn open(
         &self,
         connection: &mut <Self::Db as Database>::Connection,
-        key: &str,
-        owner: &str,
+        claim: &mut InTransaction,
         patience: Duration,
     ) -> impl Future<Output = Result<Held, BackendError>> + Send;
 
-    /// Records in the same transaction that the id is done, or, where it is not to be `recorded`, takes
+    /// Records in the same transaction that the id is done, or, where it is not to be recorded, takes
     /// the claim away. Answers whether the claim was there.
     fn close(
         &self,
         connection: &mut <Self::Db as Database>::Connection,
-        key: &str,
-        owner: &str,
-        recorded: bool,
+        claim: &InTransaction,
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
     /// Makes sure that there is a transaction to roll back, where sqlx counts on one and takes it ill when it

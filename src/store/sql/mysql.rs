@@ -2,9 +2,9 @@
 
 use super::{
     engine::{
-        Backend, CLAIM_GRACE, Command, Held, Hold, Isolation, Layout, Migrated, OPEN_LEASE,
-        PURGE_BATCH, Settings, columns_fit, expect_scheme, failed, missing, no_connection,
-        remaining, unfit,
+        Backend, CLAIM_GRACE, Command, Held, Hold, InTransaction, Isolation, Layout, Migrated,
+        OPEN_LEASE, PURGE_BATCH, Settings, columns_fit, expect_scheme, failed, missing,
+        no_connection, remaining, unfit,
     },
     key::{Column, Table},
 };
@@ -479,10 +479,10 @@ impl Backend for MySqlTable {
     async fn open(
         &self,
         connection: &mut MySqlConnection,
-        key: &str,
-        owner: &str,
+        claim: &mut InTransaction,
         patience: Duration,
     ) -> Result<Held, BackendError> {
+        let InTransaction { key, owner, .. } = &*claim;
         // In whole seconds, of which the server takes no more than a year.
         let wait = patience.as_millis().div_ceil(1000).clamp(1, 31_536_000);
         let open = format!("{}{}", claim_settings(wait), self.open);
@@ -505,12 +505,11 @@ impl Backend for MySqlTable {
     async fn close(
         &self,
         connection: &mut MySqlConnection,
-        key: &str,
-        owner: &str,
-        recorded: bool,
+        claim: &InTransaction,
     ) -> Result<bool, BackendError> {
+        let InTransaction { key, owner, .. } = claim;
         let query = |statement: &Arc<str>| sqlx::query(AssertSqlSafe(statement.clone()));
-        let close = if recorded {
+        let close = if claim.recorded {
             query(&self.close).bind(self.ttl.micros())
         } else {
             query(&self.withdraw)

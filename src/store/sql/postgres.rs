@@ -3,9 +3,9 @@
 use super::{
     SqlStoreBuilder,
     engine::{
-        Backend, CLAIM_GRACE, Command, Held, Hold, Isolation, Layout, Migrated, OPEN_LEASE,
-        PURGE_BATCH, Settings, columns_fit, expect_scheme, failed, missing, no_connection,
-        remaining, unfit,
+        Backend, CLAIM_GRACE, Command, Held, Hold, InTransaction, Isolation, Layout, Migrated,
+        OPEN_LEASE, PURGE_BATCH, Settings, columns_fit, expect_scheme, failed, missing,
+        no_connection, remaining, unfit,
     },
     key::{Column, Table},
 };
@@ -117,6 +117,7 @@ impl PostgresTable {
         };
         let ours = "r.message_id = $1::text AND r.state = 'claimed' AND r.owner = $2::text";
         let mine = format!("{ours} AND r.expires_at > {NOW}");
+        let here = format!("r.ctid = $3::text::tid AND {ours}");
         let free = format!(
             "((r.state = 'claimed' AND r.owner = $2::text) OR r.expires_at <= {NOW}) IS TRUE"
         );
@@ -202,9 +203,11 @@ impl PostgresTable {
             )
             .into(),
             // In a transaction that goes on, and is to wait for locks as it did before. Nothing comes of
-            // it where the message is not to be had; then a look says why. It looks at no row
-            // before, so that transactions for different messages never are in each other's way, also where
-            // they count as one after the other.
+            // it where the message is not to be had; then a look says why.
+            //
+            // Where transactions are to be as if one came after the other, a row that is searched for stands for
+            // all those beside it. So nothing is searched for before there is reason to, and the
+            // end finds the row by where it is.
             open: format!(
                 "WITH bound AS MATERIALIZED (SELECT before.wait, set_config('lock_timeout', $3::text, true) \
                      FROM (SELECT current_setting('lock_timeout') AS wait OFFSET 0) AS before) \
@@ -212,7 +215,7 @@ impl PostgresTable {
                      SELECT $1::text, 'claimed', $2::text, {NOW}, {NOW} + $4::bigint FROM bound \
                      WHERE $5::text = 'open {identity}' ON CONFLICT (message_id) DO UPDATE SET \
                      state = 'claimed', owner = $2::text, since = {NOW}, expires_at = {NOW} + $4::bigint \
-                     WHERE {free} RETURNING 'yes'::text, $5::text = 'open {identity}', \
+                     WHERE {free} RETURNING r.ctid::text, $5::text = 'open {identity}', \
                      set_config('lock_timeout', (SELECT wait FROM bound), true)"
             )
             .into(),
@@ -223,13 +226,13 @@ impl PostgresTable {
             .into(),
             close: format!(
                 "UPDATE {name} AS r SET state = 'done', since = {NOW}, \
-                     expires_at = {NOW} + $3::bigint WHERE {ours} AND $4::text = 'close {identity}' \
-                     RETURNING 'yes'::text, $4::text = 'close {identity}'"
+                     expires_at = {NOW} + $4::bigint WHERE {here} AND $5::text = 'close {identity}' \
+                     RETURNING 'yes'::text, $5::text = 'close {identity}'"
             )
             .into(),
             withdraw: format!(
-                "DELETE FROM {name} AS r WHERE {ours} AND $3::text = 'withdraw {identity}' \
-                     RETURNING 'yes'::text, $3::text = 'withdraw {identity}'"
+                "DELETE FROM {name} AS r WHERE {here} AND $4::text = 'withdraw {identity}' \
+                     RETURNING 'yes'::text, $4::text = 'withdraw {identity}'"
             )
             .into(),
             identity: identity.into(),
@@ -655,23 +658,23 @@ impl Backend for PostgresTable {
     async fn open(
         &self,
         connection: &mut PgConnection,
-        key: &str,
-        owner: &str,
+        claim: &mut InTransaction,
         patience: Duration,
     ) -> Result<Held, BackendError> {
         let parameters = [
-            Parameter::Text(key),
-            Parameter::Text(owner),
+            Parameter::Text(&claim.key),
+            Parameter::Text(&claim.owner),
             Parameter::Wait(patience),
             Parameter::Number(Some(OPEN_LEASE)),
             Parameter::Identity("open", &self.identity),
         ];
         let open = self.row_if_any(connection, &self.open, &parameters);
-        if open.await?.is_some() {
+        if let Some(place) = open.await? {
+            claim.place = place;
             return Ok(Held::Yes);
         }
         let parameters = [
-            Parameter::Text(key),
+            Parameter::Text(&claim.key),
             Parameter::Identity("look", &self.identity),
         ];
         let stands = self.row(connection, &self.look, &parameters).await?;
@@ -681,12 +684,15 @@ impl Backend for PostgresTable {
     async fn close(
         &self,
         connection: &mut PgConnection,
-        key: &str,
-        owner: &str,
-        recorded: bool,
+        claim: &InTransaction,
     ) -> Result<bool, BackendError> {
-        let mut parameters = vec![Parameter::Text(key), Parameter::Text(owner)];
-        let (statement, name) = if recorded {
+        let place = claim.place.as_deref().unwrap_or_default();
+        let mut parameters = vec![
+            Parameter::Text(&claim.key),
+            Parameter::Text(&claim.owner),
+            Parameter::Text(place),
+        ];
+        let (statement, name) = if claim.recorded {
             parameters.push(Parameter::Number(self.ttl.micros()));
             (&self.close, "close")
         } else {

@@ -3,7 +3,8 @@
 use super::{
     SqlStore,
     engine::{
-        Backend, Core, Dropped, FIRST_PAUSE, Held, Isolation, OPEN_LEASE, Within, failed, remaining,
+        Backend, Core, Dropped, FIRST_PAUSE, Held, InTransaction, Isolation, OPEN_LEASE, Within,
+        failed, remaining,
     },
     key::nameless,
 };
@@ -57,10 +58,7 @@ pub(crate) struct Session<B: Backend> {
     /// Connections need one even to be dropped.
     runtime: Handle,
     left_over: LeftOver,
-    key: String,
-    owner: String,
-    /// Whether the message is to be remembered: not without an id.
-    recorded: bool,
+    claim: InTransaction,
     turn: Option<OwnedSemaphorePermit>,
 }
 
@@ -84,9 +82,7 @@ struct Begin<'a, B: Backend> {
     core: Arc<Core<B>>,
     runtime: Handle,
     opening: &'a Opening,
-    key: String,
-    owner: String,
-    recorded: bool,
+    claim: InTransaction,
     /// Until when others are waited for: counted from when that can begin.
     until: Option<Instant>,
 }
@@ -115,9 +111,12 @@ impl<B: Backend> Session<B> {
             core,
             runtime,
             opening,
-            key,
-            owner,
-            recorded,
+            claim: InTransaction {
+                key,
+                owner,
+                recorded,
+                place: None,
+            },
             until: None,
         };
         let mut pause = FIRST_PAUSE;
@@ -177,9 +176,7 @@ impl<B: Backend> Begin<'_, B> {
             core: self.core.clone(),
             runtime: self.runtime.clone(),
             left_over: self.opening.left_over.clone(),
-            key: self.key.clone(),
-            owner: self.owner.clone(),
-            recorded: self.recorded,
+            claim: self.claim.clone(),
             turn,
         };
         let left = self.left();
@@ -251,12 +248,11 @@ impl<B: Backend> Session<B> {
         let Session {
             transaction,
             core,
-            key,
-            owner,
+            claim,
             ..
         } = self;
-        let open = transaction.as_mut().expect("taken by the drop alone");
-        core.backend.open(open, key, owner, patience).await
+        let transaction = transaction.as_mut().expect("taken by the drop alone");
+        core.backend.open(transaction, claim, patience).await
     }
 
     /// The connection, for the statements of the handler.
@@ -272,10 +268,9 @@ impl<B: Backend> Session<B> {
     pub(crate) async fn commit(mut self) -> Result<(), NotCommitted> {
         let limit = self.core.settings.response_timeout;
         let core = self.core.clone();
-        let (key, owner) = (&self.key, &self.owner);
         let transaction = self.transaction.as_mut().expect("taken by the drop alone");
         // That the claim is there proves that nothing was undone since.
-        let close = core.backend.close(transaction, key, owner, self.recorded);
+        let close = core.backend.close(transaction, &self.claim);
         match timeout(limit, close).await {
             Ok(Ok(true)) => {}
             Ok(Ok(false)) => {

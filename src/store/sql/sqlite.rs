@@ -2,8 +2,9 @@
 
 use super::{
     engine::{
-        Backend, CLAIM_GRACE, Command, Held, Hold, Isolation, Layout, Migrated, OPEN_LEASE,
-        PURGE_BATCH, Settings, expect_scheme, failed, missing, no_connection, remaining, unfit,
+        Backend, CLAIM_GRACE, Command, Held, Hold, InTransaction, Isolation, Layout, Migrated,
+        OPEN_LEASE, PURGE_BATCH, Settings, expect_scheme, failed, missing, no_connection,
+        remaining, unfit,
     },
     key::{Column, Table},
 };
@@ -397,10 +398,10 @@ impl Backend for SqliteTable {
     async fn open(
         &self,
         connection: &mut SqliteConnection,
-        key: &str,
-        owner: &str,
+        claim: &mut InTransaction,
         patience: Duration,
     ) -> Result<Held, BackendError> {
+        let InTransaction { key, owner, .. } = claim;
         let claim = Hold::Claim { lease: OPEN_LEASE };
         self.hold(connection, claim, key, owner, patience).await
     }
@@ -408,12 +409,11 @@ impl Backend for SqliteTable {
     async fn close(
         &self,
         connection: &mut SqliteConnection,
-        key: &str,
-        owner: &str,
-        recorded: bool,
+        claim: &InTransaction,
     ) -> Result<bool, BackendError> {
+        let InTransaction { key, owner, .. } = claim;
         let query = |statement: &Arc<str>| sqlx::query(AssertSqlSafe(statement.clone()));
-        let query = if recorded {
+        let query = if claim.recorded {
             let close = query(&self.close).bind(key).bind(owner);
             close.bind(self.ttl.micros())
         } else {
