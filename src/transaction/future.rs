@@ -61,7 +61,7 @@ struct Message<DB: Dialect> {
 }
 
 type Lent<DB> = Session<<DB as Dialect>::Table>;
-type Opening<DB> = Result<Opened<<DB as Dialect>::Table>, StoreError>;
+type Begun<DB> = Result<Opened<<DB as Dialect>::Table>, StoreError>;
 
 pin_project! {
     #[project = StateProj]
@@ -70,7 +70,7 @@ pin_project! {
         Ready,
         // A transaction is begun, and the message claimed in it.
         Opening {
-            open: Within<Opening<DB>>,
+            open: Within<Begun<DB>>,
         },
         // The handler is running. It goes before what it gives back.
         Running {
@@ -212,7 +212,7 @@ where
                     return Poll::Ready(committed.map(|()| response));
                 }
                 StateProj::RollingBack { roll_back, answer } => {
-                    let lost = !ready!(Pin::new(roll_back).poll(cx));
+                    let lost = ready!(Pin::new(roll_back).poll(cx));
                     let answer = answer.take().expect("polled after completion");
                     return Poll::Ready(answer.map_err(|error| message.failed(error, lost)));
                 }
@@ -246,7 +246,7 @@ where
 // ===== impl Message =====
 
 impl<DB: Dialect> Message<DB> {
-    fn open(&mut self) -> Result<Within<Opening<DB>>, StoreError> {
+    fn open(&mut self) -> Result<Within<Begun<DB>>, StoreError> {
         let runtime = runtime().map_err(|error| StoreError::new(Operation::Begin, error))?;
         self.runtime = Some(runtime.clone());
         let (settings, id) = (self.settings.clone(), self.id.clone());
@@ -278,9 +278,9 @@ impl<DB: Dialect> Message<DB> {
         })
     }
 
-    /// Answers whether that is known.
+    /// Answers whether the connection was lost.
     fn roll_back(&self, session: Lent<DB>) -> Within<bool> {
-        self.to_the_end(async move { session.roll_back().await.is_ok() })
+        self.to_the_end(session.roll_back())
     }
 
     fn to_the_end<T: 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> Within<T> {

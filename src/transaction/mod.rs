@@ -232,14 +232,14 @@ impl<DB: Dialect> Deref for LentTransaction<DB> {
     type Target = DB::Connection;
 
     fn deref(&self) -> &Self::Target {
-        let session = self.session.as_ref().expect("taken by the drop alone");
+        let session = self.session.as_ref().expect("there until the drop");
         session.connection()
     }
 }
 
 impl<DB: Dialect> DerefMut for LentTransaction<DB> {
     fn deref_mut(&mut self) -> &mut Self::Target {
-        let session = self.session.as_mut().expect("taken by the drop alone");
+        let session = self.session.as_mut().expect("there until the drop");
         session.connection_mut()
     }
 }

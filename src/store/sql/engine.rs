@@ -237,9 +237,9 @@ pub trait Backend: Sized + Send + Sync + 'static {
         claim: &InTransaction,
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
-    /// Makes sure that there is a transaction to roll back, where sqlx counts on one and takes it ill when it
+    /// Makes sure that there is a transaction to roll back where sqlx counts on one and takes it ill when it
     /// is over.
-    fn reopen(
+    fn ensure_open(
         &self,
         _: &mut <Self::Db as Database>::Connection,
     ) -> impl Future<Output = ()> + Send {
@@ -708,7 +708,7 @@ impl<B: Backend> Core<B> {
 
     /// Gives a connection back as its drop would do, but within the time limit: the pool first asks
     /// it whether it is good, and would wait for the answer without end.
-    fn give_back(&self, connection: Option<PoolConnection<B::Db>>) {
+    pub(super) fn give_back(&self, connection: Option<PoolConnection<B::Db>>) {
         if let Some(mut connection) = connection {
             // Hidden in sqlx's documentation, as there it is for the drop alone.
             let back = connection.return_to_pool();

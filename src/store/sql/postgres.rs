@@ -17,7 +17,7 @@ use sqlx::{
     AssertSqlSafe, Executor, PgConnection, PgPool, Postgres, Row,
     error::DatabaseError,
     pool::PoolConnection,
-    postgres::{PgArguments, PgPoolOptions, PgRow},
+    postgres::{PgArguments, PgDatabaseError, PgPoolOptions, PgRow},
 };
 use std::{error::Error, sync::Arc, time::Duration};
 
@@ -442,8 +442,8 @@ impl Backend for PostgresTable {
 
     /// By SQLSTATE.
     fn classify(error: &dyn DatabaseError) -> BackendErrorKind {
-        match error.code().as_deref() {
-            Some(code) => kind(code),
+        match error.try_downcast_ref::<PgDatabaseError>() {
+            Some(error) => kind(error.code()),
             None => BackendErrorKind::Other,
         }
     }
@@ -703,12 +703,14 @@ impl Backend for PostgresTable {
         Ok(closed.await?.is_some())
     }
 
-    /// Integrity constraints, values, check options, and what a trigger raises.
+    /// What a constraint or a trigger says, whatever it is; not what may pass, nor what ends the session or says that
+    /// the outcome is unknown.
     fn rejects(error: &dyn DatabaseError) -> bool {
+        use BackendErrorKind::{Contention, ReadOnly, Unavailable};
+
         let code = error.code().unwrap_or_default();
-        ["23", "22", "44", "P0"]
-            .iter()
-            .any(|class| code.starts_with(class))
+        let unclear = code == "40003" || code.starts_with("XX");
+        !unclear && !matches!(Self::classify(error), Contention | ReadOnly | Unavailable)
     }
 
     async fn settle(
@@ -768,8 +770,9 @@ fn kind(code: &str) -> BackendErrorKind {
         "22001" | "22021" | "22P05" | "54000" => UnsuitableId,
         // No such database.
         "3D000" => Schema,
-        // Query cancelled, as by `statement_timeout`.
-        "57014" => Unavailable,
+        // Query cancelled, as by `statement_timeout`; session ended, as by
+        // `idle_in_transaction_session_timeout` and `transaction_timeout`.
+        "57014" | "25P03" | "25P04" => Unavailable,
         _ => match &code[..code.len().min(2)] {
             // Connection; resources (disk, memory, connections); an operator's shutdown; I/O.
             "08" | "53" | "57" | "58" => Unavailable,
@@ -868,6 +871,8 @@ mod tests {
             ("53300", Unavailable),
             ("08006", Unavailable),
             ("57014", Unavailable),
+            ("25P03", Unavailable),
+            ("25P04", Unavailable),
             ("28P01", Denied),
             ("42501", Denied),
             ("42P01", Schema),

@@ -17,20 +17,28 @@ use crate::{
     id::MessageId,
     store::claim::Owner,
 };
-use sqlx::{AssertSqlSafe, Connection, Database, SqlSafeStr, Transaction, pool::PoolConnection};
+use sqlx::{
+    AssertSqlSafe, Connection, Database, SqlSafeStr, error::DatabaseError, pool::PoolConnection,
+};
+use sqlx_core::transaction::TransactionManager;
 use std::{error::Error, fmt, future::Future, sync::Arc, time::Duration};
 use tokio::{
     runtime::Handle,
     sync::OwnedSemaphorePermit,
-    time::{Instant, sleep, timeout},
+    time::{Instant, error::Elapsed, sleep, timeout},
 };
 
-/// How much later than it was to an answer to a wait for a lock is waited for: some servers count in seconds, and
-/// some have no limit for a single statement.
+/// How much longer than a lock the answer to that is waited for. Some servers count in seconds.
 const LATE: Duration = Duration::from_secs(1);
 
-/// What a message is parked for at least whose lock was waited for in vain.
-const LOCKED: Duration = Duration::from_secs(1);
+/// What a message is parked for whose lock was waited for in vain.
+const LOCKED: Duration = Duration::from_secs(5);
+
+/// How long it waits before it begins afresh, at most.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// What would be a fault in here.
+const ENDED: &str = "the transaction has ended";
 
 /// How the transactions of a layer begin.
 #[derive(Clone, Debug)]
@@ -52,13 +60,14 @@ pub(crate) enum Opened<B: Backend> {
 
 /// A transaction in which a message is claimed. Dropped, it is rolled back.
 pub(crate) struct Session<B: Backend> {
-    /// Some until the drop.
-    transaction: Option<Transaction<'static, B::Db>>,
+    /// Some until the end.
+    connection: Option<PoolConnection<B::Db>>,
     core: Arc<Core<B>>,
     /// Connections need one even to be dropped.
     runtime: Handle,
     left_over: LeftOver,
     claim: InTransaction,
+    begun: bool,
     turn: Option<OwnedSemaphorePermit>,
 }
 
@@ -67,12 +76,6 @@ pub(crate) enum NotCommitted {
     /// The database does not accept what was written: as if the last statement of the handler had failed.
     Rejected(sqlx::Error),
     Unfinished(Unfinished),
-}
-
-impl NotCommitted {
-    fn new(cause: UnfinishedCause, source: impl Into<BoxError>) -> Self {
-        NotCommitted::Unfinished(Unfinished::new(cause, source))
-    }
 }
 
 // ===== begin =====
@@ -128,7 +131,7 @@ impl<B: Backend> Session<B> {
                 return Ok(begin.busy());
             }
             sleep(pause).await;
-            pause *= 2;
+            pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
 }
@@ -147,46 +150,42 @@ impl<B: Backend> Begin<'_, B> {
                 Err(_) => return Ok(Some(self.busy())),
             }
         };
-        let connection = self.acquire().await?;
-        let left = self.left();
-
-        // Dropped in the middle, sqlx would leave the transaction open.
-        let begin = AssertSqlSafe(B::begin(self.opening.isolation)).into_sql_str();
-        let begin = Transaction::begin(connection, Some(begin));
-        let begin = self.to_the_end(async move { (begin.await, turn) });
-        let response_timeout = self.core.settings.response_timeout;
-        let limit = if B::LOCKS_ROWS {
-            response_timeout
-        } else {
-            left + LATE
-        };
-        let (begun, turn) = match timeout(limit, begin).await {
-            Ok(begun) => begun,
-            Err(_) if B::LOCKS_ROWS => return Err(at(Operation::Begin)(timed_out(limit))),
-            Err(_) => return Ok(Some(self.busy())),
-        };
-        let transaction = match begun.map_err(failed::<B>) {
-            Ok(transaction) => transaction,
-            Err(error) if error.kind() == BackendErrorKind::Contention => return Ok(None),
-            Err(error) => return Err(at(Operation::Begin)(error)),
-        };
-
         let mut session = Session {
-            transaction: Some(transaction),
+            connection: Some(self.acquire().await?),
             core: self.core.clone(),
             runtime: self.runtime.clone(),
             left_over: self.opening.left_over.clone(),
             claim: self.claim.clone(),
+            begun: false,
             turn,
         };
+
+        // Where the begin waits for others, as long as the claim does elsewhere.
+        let limit = if B::LOCKS_ROWS {
+            self.core.settings.response_timeout
+        } else {
+            self.left() + LATE
+        };
+        let statement = B::begin(self.opening.isolation);
+        // Dropped in the middle, sqlx would leave the transaction open.
+        let begin = self.to_the_end(async move {
+            let begun = session.begin(statement, limit).await;
+            (session, begun)
+        });
+        let (mut session, begun) = begin.await;
+        match begun {
+            Ok(()) => {}
+            Err(Failed::Late) if !B::LOCKS_ROWS => return Ok(Some(self.busy())),
+            Err(failed) if failed.is(BackendErrorKind::Contention) => return Ok(None),
+            Err(failed) => return Err(StoreError::new(Operation::Begin, failed.error(limit))),
+        }
+
         let left = self.left();
         let claim = self.to_the_end(async move {
             let held = session.claim(left).await;
             (session, held)
         });
-        let Ok((session, held)) = timeout(left + LATE, claim).await else {
-            return Ok(Some(self.busy()));
-        };
+        let (session, held) = claim.await;
         match held {
             Ok(Held::Yes) => Ok(Some(Opened::Session(session))),
             Ok(Held::Done) => Ok(Some(Opened::Done)),
@@ -196,8 +195,10 @@ impl<B: Backend> Begin<'_, B> {
                 Ok(Some(Opened::Busy(remaining(OPEN_LEASE))))
             }
             Ok(Held::No | Held::Again) => Ok(None),
-            Err(error) if error.kind() == BackendErrorKind::Contention => Ok(None),
-            Err(error) => Err(at(Operation::Claim)(error)),
+            // Some servers have no limit for what a single statement waits for.
+            Err(Failed::Late) => Ok(Some(self.busy())),
+            Err(failed) if failed.is(BackendErrorKind::Contention) => Ok(None),
+            Err(failed) => Err(StoreError::new(Operation::Claim, failed.error(left))),
         }
     }
 
@@ -229,7 +230,7 @@ impl<B: Backend> Begin<'_, B> {
 
     /// Others were waited for in vain.
     fn busy(&self) -> Opened<B> {
-        Opened::Busy(self.opening.lock_wait.max(LOCKED))
+        Opened::Busy(LOCKED)
     }
 }
 
@@ -237,73 +238,150 @@ fn at(operation: Operation) -> impl Fn(BackendError) -> StoreError {
     move |error| StoreError::new(operation, error)
 }
 
-fn timed_out(limit: Duration) -> BackendError {
-    BackendError::new(BackendErrorKind::Unavailable, TimedOut::new(limit))
+// ===== the steps =====
+
+/// Not sqlx's `Transaction`, which never lets go of a connection that gives no answer.
+type Manager<B> = <<B as Backend>::Db as Database>::TransactionManager;
+
+/// Why a step was not done.
+enum Failed {
+    /// It gave no answer in time, and its connection is closed: whoever got that next would wait for the
+    /// answer.
+    Late,
+    With(BackendError),
 }
 
-// ===== end =====
+impl Failed {
+    fn is(&self, kind: BackendErrorKind) -> bool {
+        matches!(self, Failed::With(error) if error.kind() == kind)
+    }
+
+    fn error(self, limit: Duration) -> BackendError {
+        match self {
+            Failed::Late => BackendError::new(BackendErrorKind::Unavailable, TimedOut::new(limit)),
+            Failed::With(error) => error,
+        }
+    }
+}
 
 impl<B: Backend> Session<B> {
-    async fn claim(&mut self, patience: Duration) -> Result<Held, BackendError> {
+    /// The connection, for the statements of the handler.
+    pub(crate) fn connection(&self) -> &<B::Db as Database>::Connection {
+        self.connection.as_ref().expect(ENDED)
+    }
+
+    pub(crate) fn connection_mut(&mut self) -> &mut <B::Db as Database>::Connection {
+        self.connection.as_mut().expect(ENDED)
+    }
+
+    fn depth(&self) -> usize {
+        Manager::<B>::get_transaction_depth(self.connection())
+    }
+
+    async fn begin(&mut self, statement: &'static str, limit: Duration) -> Result<(), Failed> {
+        let statement = AssertSqlSafe(statement).into_sql_str();
+        let begin = Manager::<B>::begin(self.connection_mut(), Some(statement));
+        let begun = timeout(limit, begin).await;
+        self.answered(begun.map(|begun| begun.map_err(failed::<B>)))?;
+        self.begun = true;
+        Ok(())
+    }
+
+    async fn claim(&mut self, patience: Duration) -> Result<Held, Failed> {
         let Session {
-            transaction,
+            connection,
             core,
             claim,
             ..
         } = self;
-        let transaction = transaction.as_mut().expect("taken by the drop alone");
-        core.backend.open(transaction, claim, patience).await
+        let connection = connection.as_mut().expect(ENDED);
+        let claim = core.backend.open(connection, claim, patience);
+        let held = timeout(patience + LATE, claim).await;
+        self.answered(held)
     }
 
-    /// The connection, for the statements of the handler.
-    pub(crate) fn connection(&self) -> &<B::Db as Database>::Connection {
-        self.transaction.as_ref().expect("taken by the drop alone")
+    async fn close(&mut self, limit: Duration) -> Result<bool, Failed> {
+        let Session {
+            connection,
+            core,
+            claim,
+            ..
+        } = self;
+        let connection = connection.as_mut().expect(ENDED);
+        let closed = timeout(limit, core.backend.close(connection, claim)).await;
+        self.answered(closed)
     }
 
-    pub(crate) fn connection_mut(&mut self) -> &mut <B::Db as Database>::Connection {
-        self.transaction.as_mut().expect("taken by the drop alone")
+    /// Closes a connection that gave no answer, or is one to a server that is no primary any more.
+    fn answered<T>(
+        &mut self,
+        answer: Result<Result<T, BackendError>, Elapsed>,
+    ) -> Result<T, Failed> {
+        let failed = match answer {
+            Ok(Ok(answer)) => return Ok(answer),
+            Ok(Err(error)) => Failed::With(error),
+            Err(_) => Failed::Late,
+        };
+        if matches!(failed, Failed::Late) || failed.is(BackendErrorKind::ReadOnly) {
+            self.hang_up();
+        }
+        Err(failed)
     }
 
+    fn hang_up(&mut self) {
+        if let Some(connection) = self.connection.take() {
+            drop(connection.detach());
+        }
+    }
+}
+
+// ===== the end =====
+
+impl<B: Backend> Session<B> {
     /// Records the message and commits.
     pub(crate) async fn commit(mut self) -> Result<(), NotCommitted> {
         let limit = self.core.settings.response_timeout;
-        let core = self.core.clone();
-        let transaction = self.transaction.as_mut().expect("taken by the drop alone");
         // That the claim is there proves that nothing was undone since.
-        let close = core.backend.close(transaction, &self.claim);
-        match timeout(limit, close).await {
-            Ok(Ok(true)) => {}
-            Ok(Ok(false)) => {
-                // An error of this changes nothing: without a commit all is undone.
-                let _ = self.roll_back().await;
-                let gone = "the message is not claimed any more";
-                return Err(NotCommitted::new(UnfinishedCause::Undone, gone));
+        let (cause, source): (_, BoxError) = match self.close(limit).await {
+            // Otherwise sqlx would take the end of the transaction for that of the savepoint.
+            Ok(true) if self.depth() > 1 => {
+                (UnfinishedCause::Undone, "a savepoint was left open".into())
             }
-            Ok(Err(error)) => {
-                let _ = self.roll_back().await;
+            Ok(true) => return self.committed(limit).await,
+            Ok(false) => {
+                let gone = "the message is not claimed any more";
+                (UnfinishedCause::Undone, gone.into())
+            }
+            Err(Failed::Late) => (UnfinishedCause::Lost, TimedOut::new(limit).into()),
+            Err(Failed::With(error)) => {
                 let cause = match error.kind() {
                     BackendErrorKind::Contention => UnfinishedCause::Contention,
                     BackendErrorKind::Unavailable => UnfinishedCause::Lost,
                     _ => UnfinishedCause::Undone,
                 };
-                return Err(NotCommitted::new(cause, error));
-            }
-            Err(_) => {
-                return Err(NotCommitted::new(
-                    UnfinishedCause::Lost,
-                    TimedOut::new(limit),
-                ));
-            }
-        }
-        let transaction = self.transaction.take().expect("taken by the drop alone");
-        let error = match timeout(limit, transaction.commit()).await {
-            Ok(Ok(())) => return Ok(()),
-            Ok(Err(error)) => error,
-            Err(_) => {
-                let late = TimedOut::new(limit);
-                return Err(NotCommitted::new(UnfinishedCause::Unknown, late));
+                (cause, error.into())
             }
         };
+        // How that ends changes nothing: without a commit all is undone.
+        self.roll_back().await;
+        Err(NotCommitted::Unfinished(Unfinished::new(cause, source)))
+    }
+
+    async fn committed(mut self, limit: Duration) -> Result<(), NotCommitted> {
+        let commit = timeout(limit, Manager::<B>::commit(self.connection_mut())).await;
+        let error = match commit {
+            Ok(Ok(())) => {
+                self.core.give_back(self.connection.take());
+                return Ok(());
+            }
+            Ok(Err(error)) => error,
+            Err(_) => {
+                self.hang_up();
+                let late = Unfinished::new(UnfinishedCause::Unknown, TimedOut::new(limit));
+                return Err(NotCommitted::Unfinished(late));
+            }
+        };
+        self.roll_back().await;
         let cause = match error.as_database_error() {
             Some(told) if B::rejects(told) => return Err(NotCommitted::Rejected(error)),
             Some(told) if B::classify(told) == BackendErrorKind::Contention => {
@@ -311,13 +389,16 @@ impl<B: Backend> Session<B> {
             }
             _ => UnfinishedCause::Unknown,
         };
-        Err(NotCommitted::new(cause, failed::<B>(error)))
+        let error = Unfinished::new(cause, failed::<B>(error));
+        Err(NotCommitted::Unfinished(error))
     }
 
-    /// Rolls back, which also has the id free at once.
-    pub(crate) async fn roll_back(mut self) -> Result<(), BackendError> {
-        let transaction = self.transaction.take().expect("taken by the drop alone");
-        rolled_back(&self.core, transaction).await
+    /// Rolls back, which also has the id free at once. Answers whether its connection was lost.
+    pub(crate) async fn roll_back(mut self) -> bool {
+        match self.connection.take() {
+            Some(connection) => rolled_back(&self.core, connection, self.begun).await,
+            None => true,
+        }
     }
 
     /// Whether an error, or what it came from, says that another transaction was in the way.
@@ -325,7 +406,11 @@ impl<B: Backend> Session<B> {
         let mut next: Option<&(dyn Error + 'static)> = Some(error.as_ref());
         while let Some(error) = next {
             let told = error.downcast_ref::<sqlx::Error>();
-            if let Some(told) = told.and_then(sqlx::Error::as_database_error) {
+            let told = told.and_then(sqlx::Error::as_database_error);
+            // An error that passes for the one within it, as `transparent` of thiserror has it, shows only what
+            // that came from.
+            let inner = || error.downcast_ref::<Box<dyn DatabaseError>>();
+            if let Some(told) = told.or_else(|| inner().map(|it| &**it)) {
                 return B::classify(told) == BackendErrorKind::Contention;
             }
             next = error.source();
@@ -336,35 +421,44 @@ impl<B: Backend> Session<B> {
 
 impl<B: Backend> Drop for Session<B> {
     fn drop(&mut self) {
-        let Some(transaction) = self.transaction.take() else {
+        let Some(connection) = self.connection.take() else {
             return;
         };
-        let core = self.core.clone();
+        let (core, begun) = (self.core.clone(), self.begun);
         let turn = self.turn.take();
         let under_way = self.left_over.begin();
         // On a runtime that has ended the task is dropped unpolled, and the connection closed.
         let _entered = self.runtime.enter();
         self.runtime.spawn(async move {
-            // Unknown or not: without a commit all is undone.
-            let _ = rolled_back(&core, transaction).await;
+            rolled_back(&core, connection, begun).await;
             drop((turn, under_way));
         });
     }
 }
 
+/// Rolls back, and gives the connection to the pool. Answers whether it was lost.
 async fn rolled_back<B: Backend>(
     core: &Core<B>,
-    mut transaction: Transaction<'static, B::Db>,
-) -> Result<(), BackendError> {
-    let limit = core.settings.response_timeout;
+    mut connection: PoolConnection<B::Db>,
+    begun: bool,
+) -> bool {
     let roll_back = async {
-        core.backend.reopen(&mut transaction).await;
-        transaction.rollback().await
+        core.backend.ensure_open(&mut connection).await;
+        // What has ended as sqlx counts is something else at the server, perhaps.
+        let good = !begun || connection.is_in_transaction();
+        while connection.is_in_transaction() {
+            Manager::<B>::rollback(&mut connection).await?;
+        }
+        Ok::<_, sqlx::Error>(good)
     };
-    match timeout(limit, roll_back).await {
-        Ok(answer) => answer.map_err(failed::<B>),
-        Err(_) => Err(timed_out(limit)),
+    let ended = timeout(core.settings.response_timeout, roll_back).await;
+    if let Ok(Ok(true)) = ended {
+        core.give_back(Some(connection));
+    } else {
+        // What it is in the middle of ends with it.
+        drop(connection.detach());
     }
+    matches!(ended, Ok(Err(_)))
 }
 
 impl<B: Backend> fmt::Debug for Session<B> {

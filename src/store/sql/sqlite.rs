@@ -13,11 +13,12 @@ use crate::{
     store::ttl::Ttl,
 };
 use sqlx::{
-    AssertSqlSafe, Executor, Row, Sqlite, SqliteConnection, SqlitePool,
+    AssertSqlSafe, Connection, Executor, Row, Sqlite, SqliteConnection, SqlitePool,
     error::DatabaseError,
     pool::PoolConnection,
     sqlite::{
-        SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteRow, SqliteSynchronous,
+        SqliteConnectOptions, SqliteError, SqliteJournalMode, SqlitePoolOptions, SqliteRow,
+        SqliteSynchronous,
     },
 };
 use std::{path::Path, str::FromStr, sync::Arc, time::Duration};
@@ -216,7 +217,9 @@ impl Backend for SqliteTable {
 
     /// By result code.
     fn classify(error: &dyn DatabaseError) -> BackendErrorKind {
-        let code = error.code().and_then(|code| code.parse::<i32>().ok());
+        // Codes of other databases may be numbers, too.
+        let error = error.try_downcast_ref::<SqliteError>();
+        let code = error.and_then(|error| error.code()?.parse().ok());
         code.map_or(BackendErrorKind::Other, kind)
     }
 
@@ -427,9 +430,13 @@ impl Backend for SqliteTable {
 
     /// SQLite ends a transaction by itself on some errors, such as a full disk. Rolled back in vain, it would still be
     /// open as sqlx counts, and whoever got the connection next would begin a savepoint.
-    async fn reopen(&self, connection: &mut SqliteConnection) {
-        // An error if there is one, which is as good.
-        let _ = connection.execute(sqlx::raw_sql("BEGIN")).await;
+    async fn ensure_open(&self, connection: &mut SqliteConnection) {
+        // What drops have left to do may end it yet, and be counted.
+        let _ = connection.ping().await;
+        if connection.is_in_transaction() {
+            // An error if there is one, which is as good.
+            let _ = connection.execute(sqlx::raw_sql("BEGIN")).await;
+        }
     }
 
     fn rejects(error: &dyn DatabaseError) -> bool {
