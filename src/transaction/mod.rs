@@ -42,7 +42,8 @@
 //!   before the handler runs.
 //! * The handler answered Ok, but its transaction was undone: it met an error of a statement and went on, where
 //!   PostgreSQL has by then given up the whole transaction, and MySQL after a deadlock. That the claim is still
-//!   there when the message is recorded is the proof that nothing was undone.
+//!   there when the message is recorded is the proof that nothing was undone. What such a handler writes after the
+//!   error is refused by PostgreSQL; MariaDB and SQLite commit it by itself, and it comes again with the message.
 //! * The handler's future has ended, and some task still has the transaction.
 //! * The connection was lost, or gave no answer to the commit. If that was committed nevertheless, the next
 //!   delivery finds the message done.
