@@ -3,13 +3,12 @@
 mod support;
 
 use std::{
-    future::{Ready, ready},
+    future::ready,
     sync::{Arc, Mutex},
-    task::{Context, Poll},
     time::Duration,
 };
 use support::{
-    Broken, Declined, Do, Events, FaultStore, Handler, Standing,
+    Broken, Declined, Do, Events, FaultStore, Handler, Queue, Retries, Standing,
     What::{Fail, Wait},
     When::Before,
     deliver, envelope, layer, now,
@@ -23,7 +22,7 @@ use tower::{
     },
     limit::{ConcurrencyLimit, ConcurrencyLimitLayer},
     load_shed::{LoadShedLayer, error::Overloaded},
-    retry::{Policy, RetryLayer},
+    retry::RetryLayer,
     service_fn,
     timeout::{TimeoutLayer, error::Elapsed},
     util::BoxCloneSyncService,
@@ -39,50 +38,6 @@ use tower_idempotency::{
 use tower_test::{assert_request_eq, mock};
 
 const SECOND: Duration = Duration::from_secs(1);
-
-/// Tries this many times more.
-#[derive(Clone)]
-struct Retries(usize);
-
-impl<Req: Clone, Res, E> Policy<Req, Res, E> for Retries {
-    type Future = Ready<()>;
-
-    fn retry(&mut self, _: &mut Req, result: &mut Result<Res, E>) -> Option<Ready<()>> {
-        (result.is_err() && self.0 > 0).then(|| {
-            self.0 -= 1;
-            ready(())
-        })
-    }
-
-    fn clone_request(&mut self, request: &Req) -> Option<Req> {
-        Some(request.clone())
-    }
-}
-
-/// A dead-letter queue.
-#[derive(Clone, Default)]
-struct Queue(Arc<Mutex<Vec<Envelope>>>);
-
-impl Queue {
-    fn take(&self) -> Vec<Envelope> {
-        std::mem::take(&mut self.0.lock().unwrap())
-    }
-}
-
-impl Service<Envelope> for Queue {
-    type Response = ();
-    type Error = BoxError;
-    type Future = Ready<Result<(), BoxError>>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, message: Envelope) -> Self::Future {
-        self.0.lock().unwrap().push(message);
-        ready(Ok(()))
-    }
-}
 
 // ===== readiness =====
 

@@ -5,7 +5,8 @@
 use std::{
     collections::VecDeque,
     fmt,
-    future::{Future, Ready, pending},
+    future::{Future, Ready, pending, ready},
+    mem,
     pin::Pin,
     sync::{
         Arc, Mutex,
@@ -15,7 +16,7 @@ use std::{
     time::Duration,
 };
 use tokio::time::Instant;
-use tower::{Service, ServiceExt};
+use tower::{Service, ServiceExt, retry::Policy};
 use tower_idempotency::{
     BoxError, Claim, ClaimStore, Envelope, IdempotencyLayer, Lease, MemoryStore, MessageId, Owner,
     Store, error::Operation, event::Event,
@@ -142,6 +143,52 @@ impl<Req> Service<Req> for Broken {
 
     fn call(&mut self, _: Req) -> Self::Future {
         panic!("called, although it is not ready")
+    }
+}
+
+// ===== around it =====
+
+/// Tries this many times more.
+#[derive(Clone)]
+pub struct Retries(pub usize);
+
+impl<Req: Clone, Res, E> Policy<Req, Res, E> for Retries {
+    type Future = Ready<()>;
+
+    fn retry(&mut self, _: &mut Req, result: &mut Result<Res, E>) -> Option<Ready<()>> {
+        (result.is_err() && self.0 > 0).then(|| {
+            self.0 -= 1;
+            ready(())
+        })
+    }
+
+    fn clone_request(&mut self, request: &Req) -> Option<Req> {
+        Some(request.clone())
+    }
+}
+
+/// A dead-letter queue.
+#[derive(Clone, Default)]
+pub struct Queue(Arc<Mutex<Vec<Envelope>>>);
+
+impl Queue {
+    pub fn take(&self) -> Vec<Envelope> {
+        mem::take(&mut self.0.lock().unwrap())
+    }
+}
+
+impl Service<Envelope> for Queue {
+    type Response = ();
+    type Error = BoxError;
+    type Future = Ready<Result<(), BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, message: Envelope) -> Self::Future {
+        self.0.lock().unwrap().push(message);
+        ready(Ok(()))
     }
 }
 
@@ -415,7 +462,8 @@ impl Events {
                 | Event::Parked { id, .. }
                 | Event::LeaseLost { id, .. }
                 | Event::ReleaseFailed { id, .. }
-                | Event::Abandoned { id, .. } => id.as_str(),
+                | Event::Abandoned { id, .. }
+                | Event::Unfinished { id, .. } => id.as_str(),
                 _ => "-",
             };
             events

@@ -149,8 +149,33 @@ struct Switches {
     refuse: bool,
     delay: Duration,
     hold: bool,
+    /// How many pieces of replies were held so far.
+    held: u64,
     swallow_through: u64,
     cut_through: u64,
+    trap: Option<Trap>,
+    /// The connection that a trap was sprung on, and what befalls its replies.
+    trapped: Option<(u64, At)>,
+}
+
+#[derive(Clone)]
+struct Trap {
+    words: Vec<u8>,
+    passes: usize,
+    at: At,
+}
+
+/// What befalls a connection when its client sends what was waited for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum At {
+    /// It is closed, and what the client sent does not arrive.
+    CutBefore,
+    /// It is closed as soon as the server has replied; the reply is lost.
+    CutReply,
+    /// That reply is lost and all further ones of this connection; it stays open.
+    SwallowReply,
+    /// Replies wait for [`Proxy::release`].
+    HoldReply,
 }
 
 impl Proxy {
@@ -163,8 +188,11 @@ impl Proxy {
             refuse: false,
             delay: Duration::ZERO,
             hold: false,
+            held: 0,
             swallow_through: 0,
             cut_through: 0,
+            trap: None,
+            trapped: None,
         });
         let acceptor = tokio::spawn(accept(listener, switches.clone())).abort_handle();
         Proxy {
@@ -217,6 +245,38 @@ impl Proxy {
         self.switch(|s| s.hold = false);
     }
 
+    /// Waits until a reply is held.
+    pub async fn holds(&self) {
+        self.seen("a reply is held", |s| s.held > 0).await;
+    }
+
+    /// Does this once, when a client sends these words in one piece, after it has passed so many such
+    /// pieces.
+    pub fn trap(&self, words: &str, passes: usize, at: At) {
+        let words = words.as_bytes().to_vec();
+        self.switch(|s| {
+            s.held = 0;
+            s.trapped = None;
+            s.trap = Some(Trap { words, passes, at });
+        });
+    }
+
+    /// Whether a client has sent what the trap is for.
+    pub fn has_sprung(&self) -> bool {
+        self.switches.borrow().trap.is_none()
+    }
+
+    /// Waits until a client has sent it.
+    pub async fn sprung(&self) {
+        self.seen("the trap is sprung", |s| s.trap.is_none()).await;
+    }
+
+    async fn seen(&self, what: &str, so: impl FnMut(&Switches) -> bool) {
+        let mut switches = self.switches.subscribe();
+        let seen = tokio::time::timeout(PATIENCE, switches.wait_for(so)).await;
+        assert!(seen.is_ok(), "not in time: {what}");
+    }
+
     /// New connections go there; present ones stay.
     pub fn retarget(&self, target: SocketAddr) {
         self.switch(|s| s.target = target);
@@ -243,40 +303,79 @@ async fn accept(listener: tokio::net::TcpListener, switches: watch::Sender<Switc
             (now.accepted, now.refuse)
         };
         if !refuse {
-            connections.spawn(carry(client, number, switches.subscribe()));
+            connections.spawn(carry(client, number, switches.clone()));
         }
         while connections.try_join_next().is_some() {}
     }
 }
 
-async fn carry(
-    client: tokio::net::TcpStream,
-    number: u64,
-    mut switches: watch::Receiver<Switches>,
-) {
+async fn carry(client: tokio::net::TcpStream, number: u64, told: watch::Sender<Switches>) {
+    let mut switches = told.subscribe();
     let target = switches.borrow().target;
     let Ok(server) = tokio::net::TcpStream::connect(target).await else {
         return;
     };
     let (_, _) = (client.set_nodelay(true), server.set_nodelay(true));
-    let (mut from_client, to_client) = client.into_split();
-    let (from_server, mut to_server) = server.into_split();
-    let replies = carry_replies(from_server, to_client, number, switches.clone());
+    let (from_client, to_client) = client.into_split();
+    let (from_server, to_server) = server.into_split();
+    let requests = carry_requests(from_client, to_server, number, told.clone());
+    let replies = carry_replies(from_server, to_client, number, told);
     tokio::select! {
         // What is cut carries nothing more, whatever else was switched at the same time.
         biased;
         _ = switches.wait_for(|s| s.cut_through >= number) => {}
-        _ = tokio::io::copy(&mut from_client, &mut to_server) => {}
+        _ = requests => {}
         _ = replies => {}
     }
+}
+
+async fn carry_requests(
+    mut from: tokio::net::tcp::OwnedReadHalf,
+    mut to: tokio::net::tcp::OwnedWriteHalf,
+    number: u64,
+    switches: watch::Sender<Switches>,
+) -> io::Result<()> {
+    let mut piece = vec![0; 64 * 1024];
+    loop {
+        let len = from.read(&mut piece).await?;
+        if len == 0 || springs(&switches, number, &piece[..len]) == Some(At::CutBefore) {
+            return Ok(());
+        }
+        to.write_all(&piece[..len]).await?;
+    }
+}
+
+/// What befalls the connection whose client sends this, from now on.
+fn springs(switches: &watch::Sender<Switches>, number: u64, piece: &[u8]) -> Option<At> {
+    let mut sprung = None;
+    switches.send_if_modified(|s| {
+        let Some(trap) = &mut s.trap else {
+            return false;
+        };
+        if !piece.windows(trap.words.len()).any(|it| it == trap.words) {
+            return false;
+        }
+        if trap.passes > 0 {
+            trap.passes -= 1;
+            return false;
+        }
+        let at = trap.at;
+        s.hold |= at == At::HoldReply;
+        s.trapped = Some((number, at));
+        s.trap = None;
+        sprung = Some(at);
+        true
+    });
+    sprung
 }
 
 async fn carry_replies(
     mut from: tokio::net::tcp::OwnedReadHalf,
     mut to: tokio::net::tcp::OwnedWriteHalf,
     number: u64,
-    mut switches: watch::Receiver<Switches>,
+    told: watch::Sender<Switches>,
 ) -> io::Result<()> {
+    let mut switches = told.subscribe();
     let mut piece = vec![0; 64 * 1024];
     loop {
         let len = from.read(&mut piece).await?;
@@ -287,10 +386,20 @@ async fn carry_replies(
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
-        let swallow = match switches.wait_for(|s| !s.hold).await {
-            Ok(now) => now.swallow_through >= number,
+        told.send_if_modified(|s| {
+            s.held += u64::from(s.hold);
+            s.hold
+        });
+        let (swallow, cut) = match switches.wait_for(|s| !s.hold).await {
+            Ok(now) => (
+                now.swallow_through >= number || now.trapped == Some((number, At::SwallowReply)),
+                now.trapped == Some((number, At::CutReply)),
+            ),
             Err(_) => return Ok(()),
         };
+        if cut {
+            return Ok(());
+        }
         if !swallow {
             to.write_all(&piece[..len]).await?;
         }

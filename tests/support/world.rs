@@ -3,7 +3,7 @@
 
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
-use crate::services::{self, unique};
+use crate::services::{self, Proxy, unique};
 use sqlx::{
     AssertSqlSafe, Database, Executor, MySqlPool, PgPool, Pool, Row, SqlitePool,
     mysql::{MySqlPoolOptions, MySqlRow},
@@ -12,6 +12,7 @@ use sqlx::{
 };
 use std::{
     fs,
+    net::ToSocketAddrs,
     path::PathBuf,
     time::{Duration, Instant},
 };
@@ -44,6 +45,11 @@ pub trait World: Sized + 'static {
 
     /// The clock of the server at this instant, in microseconds.
     const NOW: &'static str;
+
+    const IS_MYSQL: bool = false;
+
+    /// Asks for the number of one's own session, where there are sessions.
+    const SESSION: Option<&'static str> = None;
 
     /// With its table. A test that gets `None` is over.
     async fn open(name: &str) -> Option<Self>;
@@ -120,6 +126,20 @@ pub trait World: Sized + 'static {
         self.connect(self.builder()).await
     }
 
+    /// Puts a proxy between the server and the connections that are made from now on.
+    async fn behind_proxy(&mut self) -> Proxy {
+        let server = services::host_and_port(self.url());
+        let proxy = Proxy::start(server.to_socket_addrs().unwrap().next().unwrap()).await;
+        let through = self.url().replace(&server, &proxy.addr().to_string());
+        self.is_behind(through, false);
+        proxy
+    }
+
+    /// Ends a session as an administrator does.
+    async fn kill(&self, _session: i64) {
+        panic!("there are no sessions");
+    }
+
     /// Makes the end of a record one that is over.
     async fn expire(&self, key: &str) {
         self.run(&format!(
@@ -166,6 +186,18 @@ impl World for Postgres {
     type Open = sqlx::PgConnection;
 
     const NOW: &'static str = POSTGRES_NOW;
+
+    const SESSION: Option<&'static str> = Some("SELECT pg_backend_pid()::bigint");
+
+    async fn kill(&self, session: i64) {
+        self.run(&format!("SELECT pg_terminate_backend({session})"))
+            .await;
+        // It is told, and then ends.
+        until("the session has ended", async || {
+            self.sessions(&format!("pid = {session}")).await == 0
+        })
+        .await;
+    }
 
     async fn open(name: &str) -> Option<Self> {
         let url = services::postgres()?;
@@ -353,6 +385,20 @@ impl World for MySql {
     type Open = sqlx::MySqlConnection;
 
     const NOW: &'static str = MYSQL_NOW;
+
+    const IS_MYSQL: bool = true;
+
+    const SESSION: Option<&'static str> = Some("SELECT CAST(CONNECTION_ID() AS SIGNED)");
+
+    async fn kill(&self, session: i64) {
+        self.run(&format!("KILL {session}")).await;
+        until("the session has ended", async || {
+            let statement =
+                format!("SELECT count(*) FROM information_schema.processlist WHERE id = {session}");
+            self.rows(&statement).await[0].get::<i64, _>(0) == 0
+        })
+        .await;
+    }
 
     async fn open(name: &str) -> Option<Self> {
         let url = services::mysql()?;
