@@ -1017,11 +1017,10 @@ async fn impatient<W: World>(desk: Option<Desk<W>>) {
         assert!(copy.as_ref().is_err_and(is_transient));
         let parked = error::<Parked>(copy);
         assert_eq!(*parked.id(), id(&key));
-        assert!(parked.retry_after() <= Duration::from_secs(1), "{parked}");
-        assert!(
-            parked.retry_after() >= Duration::from_millis(500),
-            "{parked}"
-        );
+        // How long the other one takes nobody knows.
+        let retry_after = parked.retry_after();
+        assert!(retry_after <= Duration::from_secs(5), "{parked}");
+        assert!(retry_after >= Duration::from_secs(3), "{parked}");
         assert!(!first.is_finished());
         gate.end(false);
         error::<Declined>(first.await.unwrap());
