@@ -5,15 +5,18 @@
 
 use crate::services::{self, Proxy, unique};
 use sqlx::{
-    AssertSqlSafe, Database, Executor, MySqlPool, PgPool, Pool, Row, SqlitePool,
+    AssertSqlSafe, Connection, Database, Executor, MySqlPool, PgPool, Pool, Row, SqlitePool,
     mysql::{MySqlPoolOptions, MySqlRow},
+    pool::PoolOptions,
     postgres::{PgPoolOptions, PgRow},
-    sqlite::{SqlitePoolOptions, SqliteRow},
+    sqlite::{SqliteConnectOptions, SqlitePoolOptions, SqliteRow},
 };
 use std::{
     fs,
     net::ToSocketAddrs,
     path::PathBuf,
+    str::FromStr,
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 use tokio::{task::JoinHandle, time::sleep};
@@ -41,7 +44,6 @@ pub struct Stored {
 pub trait World: Sized + 'static {
     type Db: Dialect;
     type Store: ClaimStore<Error = BackendError>;
-    type Table;
 
     /// The clock of the server at this instant, in microseconds.
     const NOW: &'static str;
@@ -54,26 +56,39 @@ pub trait World: Sized + 'static {
     /// With its table. A test that gets `None` is over.
     async fn open(name: &str) -> Option<Self>;
 
-    fn builder(&self) -> SqlStoreBuilder<Self::Table>;
+    fn builder(&self) -> SqlStoreBuilder<<Self::Db as Dialect>::Table>;
 
     fn url(&self) -> &str;
 
     /// Where the server is said to be from now on, and whether that is a pooler in transaction mode.
     fn is_behind(&mut self, url: String, pooler: bool);
 
-    async fn connect(&self, builder: SqlStoreBuilder<Self::Table>) -> Self::Store;
+    async fn connect(&self, builder: SqlStoreBuilder<<Self::Db as Dialect>::Table>) -> Self::Store;
+
+    /// Of a pool as a user brings it.
+    fn options(&self) -> PoolOptions<Self::Db> {
+        PoolOptions::new()
+    }
 
     /// A pool as a user brings it, of at most so many connections.
     async fn pool(&self, connections: u32) -> Pool<Self::Db> {
-        self.pool_of(connections, "SELECT 1").await
+        let options = self.options().max_connections(connections);
+        options.connect(self.url()).await.unwrap()
     }
+
+    /// Whether such a pool has a transaction open that waits for its client, as the server knows. Of SQLite: whether
+    /// anybody has the file locked.
+    async fn left_open(&self) -> bool;
+
+    /// A statement that takes about so long, and does nothing.
+    fn takes(time: Duration) -> String;
 
     /// The same, of sessions that begin with this statement.
     async fn pool_of(&self, connections: u32, begin: &'static str) -> Pool<Self::Db>;
 
     /// Transactions on the caller's own pool.
     fn transactions(
-        builder: SqlStoreBuilder<Self::Table>,
+        builder: SqlStoreBuilder<<Self::Db as Dialect>::Table>,
         pool: Pool<Self::Db>,
     ) -> TransactionLayer<Self::Db>;
 
@@ -182,7 +197,6 @@ impl Postgres {
 impl World for Postgres {
     type Db = sqlx::Postgres;
     type Store = PostgresStore;
-    type Table = PostgresTable;
     type Open = sqlx::PgConnection;
 
     const NOW: &'static str = POSTGRES_NOW;
@@ -246,6 +260,14 @@ impl World for Postgres {
         pool: Pool<sqlx::Postgres>,
     ) -> TransactionLayer<sqlx::Postgres> {
         TransactionLayer::with_store(builder.pool(pool).unwrap())
+    }
+
+    async fn left_open(&self) -> bool {
+        self.sessions("state LIKE 'idle in transaction%'").await > 0
+    }
+
+    fn takes(time: Duration) -> String {
+        format!("SELECT pg_sleep({})", time.as_secs_f32())
     }
 
     async fn execute(
@@ -359,6 +381,8 @@ pub struct MySql {
     url: String,
     table: String,
     pool: MySqlPool,
+    /// The connections of its pools that were ever made.
+    sessions: Arc<Mutex<Vec<String>>>,
 }
 
 const MYSQL_NOW: &str = "(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) \
@@ -381,7 +405,6 @@ impl MySql {
 impl World for MySql {
     type Db = sqlx::MySql;
     type Store = MySqlStore;
-    type Table = MySqlTable;
     type Open = sqlx::MySqlConnection;
 
     const NOW: &'static str = MYSQL_NOW;
@@ -405,7 +428,12 @@ impl World for MySql {
         let table = unique(name);
         let pool = MySqlPoolOptions::new().max_connections(2);
         let pool = pool.connect(&url).await.unwrap();
-        let world = MySql { url, table, pool };
+        let world = MySql {
+            url,
+            table,
+            pool,
+            sessions: Arc::default(),
+        };
         world.store().await.migrate().await.unwrap();
         Some(world)
     }
@@ -439,6 +467,43 @@ impl World for MySql {
         pool: Pool<sqlx::MySql>,
     ) -> TransactionLayer<sqlx::MySql> {
         TransactionLayer::with_store(builder.pool(pool).unwrap())
+    }
+
+    /// Remembers who they are on the server.
+    fn options(&self) -> PoolOptions<sqlx::MySql> {
+        let sessions = self.sessions.clone();
+        PoolOptions::new().after_connect(move |connection, _| {
+            let sessions = sessions.clone();
+            Box::pin(async move {
+                let own = Self::number(
+                    connection,
+                    "SELECT CAST(CONNECTION_ID() AS SIGNED)".to_owned(),
+                )
+                .await?;
+                sessions.lock().unwrap().push(own.to_string());
+                Ok(())
+            })
+        })
+    }
+
+    async fn left_open(&self) -> bool {
+        // The table of InnoDB's transactions shows old news to those who ask often.
+        let status = self.rows("SHOW ENGINE INNODB STATUS").await;
+        let status = String::from_utf8_lossy(status[0].get(2)).into_owned();
+        let sessions = self.sessions.lock().unwrap();
+        status.split("---TRANSACTION ").skip(1).any(|transaction| {
+            let active = transaction
+                .lines()
+                .next()
+                .is_some_and(|it| it.contains("ACTIVE"));
+            let session = transaction.split_once(" thread id ");
+            let session = session.and_then(|(_, rest)| rest.split(',').next());
+            active && session.is_some_and(|it| sessions.iter().any(|own| own == it))
+        })
+    }
+
+    fn takes(time: Duration) -> String {
+        format!("SELECT SLEEP({})", time.as_secs_f32())
     }
 
     async fn execute(
@@ -568,7 +633,6 @@ const SQLITE_NOW: &str =
 impl World for Sqlite {
     type Db = sqlx::Sqlite;
     type Store = SqliteStore;
-    type Table = SqliteTable;
     type Open = sqlx::SqliteConnection;
 
     const NOW: &'static str = SQLITE_NOW;
@@ -619,6 +683,26 @@ impl World for Sqlite {
         pool: Pool<sqlx::Sqlite>,
     ) -> TransactionLayer<sqlx::Sqlite> {
         TransactionLayer::with_store(builder.pool(pool).unwrap())
+    }
+
+    async fn left_open(&self) -> bool {
+        let options = SqliteConnectOptions::from_str(&self.url).unwrap();
+        let options = options.busy_timeout(Duration::ZERO);
+        let mut own = sqlx::SqliteConnection::connect_with(&options)
+            .await
+            .unwrap();
+        let locked = own.execute("BEGIN IMMEDIATE; ROLLBACK").await;
+        own.close().await.unwrap();
+        locked.is_err()
+    }
+
+    fn takes(time: Duration) -> String {
+        // Some millions a second.
+        let rows = time.as_millis() * 5000;
+        format!(
+            "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {rows}) \
+             SELECT count(*) FROM n"
+        )
     }
 
     async fn execute(
