@@ -57,6 +57,7 @@ const CLAIM: &str = "claim";
 const RAW: &str = "one by one";
 const TRANSACTION: &str = "transaction";
 const OWN: &str = "no record";
+const BY_HAND: &str = "by hand";
 
 // ===== the contenders =====
 
@@ -559,50 +560,40 @@ fn cpu_time() -> Duration {
 
 /// A database that handlers write to.
 trait Books: Dialect {
-    /// Each of its handlers, as the tables have it.
-    const HANDLERS: [(&'static str, Handler); 2];
+    const STORE: &'static str;
     const BEGIN: &'static str;
-    /// Of the values of `book`.
+    /// The parameters of a statement.
     const VALUES: [&'static str; 2];
+    /// How a copy is noticed by hand.
+    const INSERT_NEW: [&'static str; 2];
 
     /// One statement.
     fn book(
         connection: &mut Self::Connection,
         statement: Arc<str>,
-        cents: i64,
+        number: i64,
         id: String,
     ) -> impl Future<Output = ()> + Send;
 
     fn run(pool: &Pool<Self>, statement: String) -> impl Future<Output = ()> + Send;
 }
 
-/// What a handler writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Handler {
-    /// A row at the end of a table without an index: the least there is.
-    Line,
-    /// From one account to another, and a row with a key of its own.
-    Transfer,
-}
-
-const ACCOUNTS: u64 = 10_000;
-
 /// Written once for each: sqlx has no bound that says this of any database.
 macro_rules! books {
-    ($db:ty, $connection:ty, $line:literal, $transfer:literal, $begin:literal, $values:expr) => {
+    ($db:ty, $connection:ty, $name:literal, $begin:literal, $values:expr, $insert_new:expr) => {
         impl Books for $db {
-            const HANDLERS: [(&'static str, Handler); 2] =
-                [($line, Handler::Line), ($transfer, Handler::Transfer)];
+            const STORE: &'static str = $name;
             const BEGIN: &'static str = $begin;
             const VALUES: [&'static str; 2] = $values;
+            const INSERT_NEW: [&'static str; 2] = $insert_new;
 
             async fn book(
                 connection: &mut $connection,
                 statement: Arc<str>,
-                cents: i64,
+                number: i64,
                 id: String,
             ) {
-                let query = sqlx::query(AssertSqlSafe(statement)).bind(cents).bind(id);
+                let query = sqlx::query(AssertSqlSafe(statement)).bind(number).bind(id);
                 query.execute(connection).await.expect("booked");
             }
 
@@ -617,152 +608,198 @@ macro_rules! books {
 books!(
     sqlx::Postgres,
     sqlx::PgConnection,
-    "PostgreSQL, line",
-    "PostgreSQL, transfer",
+    "PostgreSQL",
     "BEGIN",
-    ["$1", "$2"]
+    ["$1", "$2"],
+    ["INSERT", "ON CONFLICT DO NOTHING"]
 );
 books!(
     sqlx::MySql,
     sqlx::MySqlConnection,
-    "MariaDB, line",
-    "MariaDB, transfer",
+    "MariaDB",
     "BEGIN",
-    ["?", "?"]
+    ["?", "?"],
+    ["INSERT IGNORE", ""]
 );
 books!(
     sqlx::Sqlite,
     sqlx::SqliteConnection,
-    "SQLite, line",
-    "SQLite, transfer",
+    "SQLite",
     "BEGIN IMMEDIATE",
-    ["?1", "?2"]
+    ["?1", "?2"],
+    ["INSERT", "ON CONFLICT DO NOTHING"]
 );
 
-/// Handlers that write in the transaction they are lent, beside the same ones with a transaction of their own and
-/// no record at all.
-async fn transactions<DB: Books>(pool: Pool<DB>, size: &Size, figures: &mut Figures) {
-    let (record, books) = (services::unique("bench_t"), services::unique("bench_b"));
-    let layer = TransactionLayer::new(pool.clone(), &record).expect("a layer");
-    layer.migrate().await.expect("a table");
-    let layer = layer.id_from(|request: &Request| Some(MessageId::from(request.id.as_str())));
-    let mut tables = vec![record];
-    for (name, handler) in DB::HANDLERS {
-        // Each contender has tables of its own.
-        let mut books = ["lent", "own"].map(|whose| format!("{books}_{handler:?}_{whose}"));
-        for books in &mut books {
-            let key = if handler == Handler::Line {
-                ""
-            } else {
-                " PRIMARY KEY"
-            };
-            DB::run(
-                &pool,
-                format!("CREATE TABLE {books} (cents BIGINT, id VARCHAR(36) NOT NULL{key})"),
-            )
-            .await;
-            tables.push(books.clone());
-            if handler == Handler::Transfer {
-                DB::run(
-                    &pool,
-                    format!(
-                        "CREATE TABLE {books}_a (cents BIGINT, id VARCHAR(36) NOT NULL PRIMARY KEY)"
-                    ),
-                )
-                .await;
-                tables.push(format!("{books}_a"));
-                let accounts: Vec<String> = (0..ACCOUNTS)
-                    .map(|n| format!("(0, 'account {n}')"))
-                    .collect();
-                DB::run(
-                    &pool,
-                    format!("INSERT INTO {books}_a VALUES {}", accounts.join(",")),
-                )
-                .await;
-            }
+/// What a handler writes: so many accounts by their key, so many rows with a key of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Handler {
+    accounts: usize,
+    rows: usize,
+}
+
+/// A ledger's line; a transfer; an order with three lines, its stock and an outbox.
+const HANDLERS: [Handler; 3] = [
+    Handler {
+        accounts: 0,
+        rows: 1,
+    },
+    Handler {
+        accounts: 2,
+        rows: 1,
+    },
+    Handler {
+        accounts: 3,
+        rows: 5,
+    },
+];
+
+const ACCOUNTS: usize = 10_000;
+
+/// The tables and statements of one contender.
+struct Statements {
+    insert: Arc<str>,
+    update: Arc<str>,
+    /// Of a record by hand.
+    record: [Arc<str>; 2],
+}
+
+impl Statements {
+    async fn new<DB: Books>(pool: &Pool<DB>, name: &str) -> Self {
+        let [number, id] = DB::VALUES;
+        let table = "(number BIGINT, id VARCHAR(48) NOT NULL PRIMARY KEY)";
+        for end in ["rows", "accounts"] {
+            DB::run(pool, format!("CREATE TABLE {name}_{end} {table}")).await;
         }
-        let [lent, own] = books.map(|books| Arc::new(Statements::new::<DB>(&books)));
-        let service = service_fn(move |message: WithTransaction<Request, DB>| {
-            let statements = lent.clone();
-            async move {
-                let WithTransaction {
-                    request,
-                    mut transaction,
-                } = message;
-                statements
-                    .execute::<DB>(handler, &mut transaction, request)
-                    .await;
-                Ok::<_, BoxError>(())
-            }
-        });
-        let alone = pool.clone();
-        let contenders = [
-            contender(name, TRANSACTION, layer.clone().layer(service)),
-            Contender {
-                store: name,
-                name: OWN,
-                deliver: Arc::new(move |request| {
-                    let (pool, statements) = (alone.clone(), own.clone());
+        let accounts: Vec<String> = (0..ACCOUNTS)
+            .map(|n| format!("(0, 'account {n}')"))
+            .collect();
+        let fill = format!("INSERT INTO {name}_accounts VALUES {}", accounts.join(","));
+        DB::run(pool, fill).await;
+        let [insert, end] = DB::INSERT_NEW;
+        Statements {
+            insert: format!("INSERT INTO {name}_rows VALUES ({number}, {id})").into(),
+            update: format!(
+                "UPDATE {name}_accounts SET number = number + {number} WHERE id = {id}"
+            )
+            .into(),
+            record: [
+                format!(
+                    "{insert} INTO {name} (since, message_id, state, expires_at) \
+                     VALUES ({number}, {id}, 'claimed', 0) {end}"
+                )
+                .into(),
+                format!(
+                    "UPDATE {name} SET state = 'done', expires_at = {number} WHERE message_id = {id}"
+                )
+                .into(),
+            ],
+        }
+    }
+
+    async fn handle<DB: Books>(
+        &self,
+        handler: Handler,
+        connection: &mut DB::Connection,
+        id: String,
+    ) {
+        // In the order of the accounts, so that no two wait for each other.
+        let mut accounts: Vec<usize> = (0..handler.accounts)
+            .map(|_| rand::random_range(0..ACCOUNTS))
+            .collect();
+        accounts.sort_unstable();
+        for account in accounts {
+            let account = format!("account {account}");
+            DB::book(connection, self.update.clone(), 1, account).await;
+        }
+        for row in 0..handler.rows {
+            DB::book(connection, self.insert.clone(), 1, format!("{id} {row}")).await;
+        }
+    }
+}
+
+/// Handlers that write in the transaction they are lent, beside the same ones with a transaction of their own:
+/// without any record, and with one that is kept by hand, by two plain statements.
+async fn transactions<DB: Books>(pool: Pool<DB>, size: &Size, figures: &mut Transactions) {
+    let mut names = Vec::new();
+    let mut statements = Vec::new();
+    for whose in [TRANSACTION, OWN, BY_HAND] {
+        let name = services::unique("bench_t");
+        let layer = TransactionLayer::new(pool.clone(), &name).expect("a layer");
+        layer.migrate().await.expect("a table");
+        statements.push((whose, layer, Arc::new(Statements::new(&pool, &name).await)));
+        names.push(name);
+    }
+    for handler in HANDLERS {
+        let contenders: Vec<Contender> = statements
+            .iter()
+            .map(|(whose, layer, statements)| {
+                let statements = statements.clone();
+                if *whose == TRANSACTION {
+                    let service = service_fn(move |message: WithTransaction<Request, DB>| {
+                        let statements = statements.clone();
+                        async move {
+                            let WithTransaction {
+                                request,
+                                mut transaction,
+                            } = message;
+                            statements
+                                .handle::<DB>(handler, &mut transaction, request.id)
+                                .await;
+                            Ok::<_, BoxError>(())
+                        }
+                    });
+                    let layer = layer
+                        .clone()
+                        .id_from(|request: &Request| Some(MessageId::from(&*request.id)));
+                    return contender(DB::STORE, whose, layer.layer(service));
+                }
+                let (pool, by_hand) = (pool.clone(), *whose == BY_HAND);
+                let deliver: Deliver = Arc::new(move |request| {
+                    let (pool, statements) = (pool.clone(), statements.clone());
                     Box::pin(async move {
+                        let id = request.id;
+                        let [claim, close] = &statements.record;
                         let mut transaction = pool.begin_with(DB::BEGIN).await.expect("begun");
-                        statements
-                            .execute::<DB>(handler, &mut transaction, request)
-                            .await;
+                        if by_hand {
+                            DB::book(&mut transaction, claim.clone(), 1, id.clone()).await;
+                        }
+                        let handled =
+                            statements.handle::<DB>(handler, &mut transaction, id.clone());
+                        handled.await;
+                        if by_hand {
+                            DB::book(&mut transaction, close.clone(), 1, id).await;
+                        }
                         transaction.commit().await.expect("committed");
                     })
-                }),
-            },
-        ];
+                });
+                Contender {
+                    store: DB::STORE,
+                    name: whose,
+                    deliver,
+                }
+            })
+            .collect();
         for in_flight in [1, TRANSACTIONS] {
             for _ in 0..size.turns {
                 for contender in &contenders {
                     let figure = turn(&contender.deliver, in_flight, size.length, fresh).await;
-                    let key = (name, Stream::First, in_flight, contender.name);
+                    let key = (DB::STORE, handler, in_flight, contender.name);
                     let best = figures.entry(key).or_default();
                     *best = best.max(figure);
                 }
             }
         }
     }
-    for table in tables {
-        DB::run(&pool, format!("DROP TABLE {table}")).await;
+    for name in names {
+        for end in ["", "_rows", "_accounts"] {
+            DB::run(&pool, format!("DROP TABLE {name}{end}")).await;
+        }
     }
     pool.close().await;
 }
 
-struct Statements {
-    insert: Arc<str>,
-    update: Arc<str>,
-}
-
-impl Statements {
-    fn new<DB: Books>(books: &str) -> Self {
-        let [cents, id] = DB::VALUES;
-        Statements {
-            insert: format!("INSERT INTO {books} VALUES ({cents}, {id})").into(),
-            update: format!("UPDATE {books}_a SET cents = cents + {cents} WHERE id = {id}").into(),
-        }
-    }
-
-    async fn execute<DB: Books>(
-        &self,
-        handler: Handler,
-        connection: &mut DB::Connection,
-        request: Request,
-    ) {
-        let cents = request.cents as i64;
-        if handler == Handler::Transfer {
-            // In the order of the accounts, so that no two wait for each other.
-            let from = rand::random_range(0..ACCOUNTS - 1);
-            let to = rand::random_range(from + 1..ACCOUNTS);
-            for (account, cents) in [(from, -cents), (to, cents)] {
-                let id = format!("account {account}");
-                DB::book(connection, self.update.clone(), cents, id).await;
-            }
-        }
-        DB::book(connection, self.insert.clone(), cents, request.id).await;
-    }
-}
+/// Messages per second, the best turn of each.
+type Transactions = BTreeMap<(&'static str, Handler, usize, &'static str), f64>;
 
 // ===== what is printed =====
 
@@ -784,15 +821,23 @@ fn table(figures: &Figures) {
         }
     }
     println!();
+}
+
+fn transactions_table(figures: &Transactions) {
     println!(
-        "{:<22}{:>10}{:>14}{:>14}{:>8}",
-        "", "in flight", TRANSACTION, OWN, "ratio"
+        "{:<12}{:>12}{:>10}{:>14}{:>12}{:>8}{:>12}{:>8}",
+        "", "statements", "in flight", TRANSACTION, OWN, "ratio", BY_HAND, "ratio"
     );
-    for (&(store, stream, in_flight, name), &figure) in figures {
+    for (&(store, handler, in_flight, name), &ours) in figures {
         if name == TRANSACTION {
-            let own = figures[&(store, stream, in_flight, OWN)];
-            let ratio = figure / own;
-            println!("{store:<22}{in_flight:>10}{figure:>14.0}{own:>14.0}{ratio:>8.2}");
+            let [own, by_hand] =
+                [OWN, BY_HAND].map(|name| figures[&(store, handler, in_flight, name)]);
+            let statements = handler.accounts + handler.rows;
+            println!(
+                "{store:<12}{statements:>12}{in_flight:>10}{ours:>14.0}{own:>12.0}{:>8.2}{by_hand:>12.0}{:>8.2}",
+                ours / own,
+                ours / by_hand
+            );
         }
     }
     println!();
@@ -846,6 +891,7 @@ async fn main() {
         filter.is_none_or(|filter| name.contains(filter.as_str()))
     };
     let mut figures = Figures::new();
+    let mut transacted = Transactions::new();
     let mut others = Vec::new();
 
     if wanted("redis") {
@@ -925,12 +971,12 @@ async fn main() {
         if let Some(url) = services::postgres() {
             let pool = sqlx::postgres::PgPoolOptions::new().max_connections(connections);
             let pool = pool.connect(&url).await.expect("a pool");
-            transactions(pool, &size, &mut figures).await;
+            transactions(pool, &size, &mut transacted).await;
         }
         if let Some(url) = services::mysql() {
             let pool = sqlx::mysql::MySqlPoolOptions::new().max_connections(connections);
             let pool = pool.connect(&url).await.expect("a pool");
-            transactions(pool, &size, &mut figures).await;
+            transactions(pool, &size, &mut transacted).await;
         }
         let folder = env::temp_dir().join(services::unique("bench"));
         fs::create_dir(&folder).expect("a folder");
@@ -945,7 +991,7 @@ async fn main() {
             .pragma("wal_autocheckpoint", "32768");
         let pool = sqlx::sqlite::SqlitePoolOptions::new().max_connections(connections);
         let pool = pool.connect_with(options).await.expect("a pool");
-        transactions(pool, &size, &mut figures).await;
+        transactions(pool, &size, &mut transacted).await;
         let _ = fs::remove_dir_all(&folder);
     }
 
@@ -954,10 +1000,13 @@ async fn main() {
         let layer = figures.get(&(store, stream, in_flight, LAYER))?;
         Some(layer / figures.get(&(store, stream, in_flight, RAW))?)
     };
-    for (&(store, stream, in_flight, name), &figure) in &figures {
+    transactions_table(&transacted);
+    for (&(store, handler, in_flight, name), &figure) in &transacted {
         if name == TRANSACTION && in_flight == TRANSACTIONS {
-            let own = figures[&(store, stream, in_flight, OWN)];
-            let what = format!("{store}, 16 in flight: beside the same without a record");
+            let own = transacted[&(store, handler, in_flight, OWN)];
+            let statements = handler.accounts + handler.rows;
+            let what =
+                format!("{store}, 16 in flight, {statements} statements: beside no record at all");
             judge(&what, figure / own, 0.7, true);
         }
     }
