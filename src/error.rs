@@ -123,7 +123,8 @@ impl Error for StoreError {
     }
 }
 
-/// Somebody else is busy with the message: another copy of it is being handled.
+/// Somebody else is busy with the message: another copy of it is being handled. Or, in a transaction on
+/// SQLite, with the file, by which one message at a time can be handled.
 ///
 /// It must not be acked, since that one may still fail, and it has not failed: to be handed back to the
 /// broker for a later delivery, after [`retry_after`](Parked::retry_after), without spending what
@@ -150,7 +151,8 @@ impl Parked {
     /// How long to wait before it is delivered again; never zero.
     ///
     /// Three quarters to the whole of what is left of the other one's lease, by chance, so that copies
-    /// do not come back all at once.
+    /// do not come back all at once. Of a transaction nobody knows how long it takes: then the same of five
+    /// seconds.
     #[must_use]
     pub const fn retry_after(&self) -> Duration {
         self.retry_after
@@ -161,7 +163,7 @@ impl fmt::Display for Parked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "another copy of the message {:?} is being handled; to be delivered again in {:?}",
+            "somebody else is busy with the message {:?}; to be delivered again in {:?}",
             self.id, self.retry_after
         )
     }
@@ -174,7 +176,7 @@ impl Error for Parked {}
 ///
 /// It must not be acked. Nothing that the handler wrote in its transaction has happened, or, where the
 /// [cause](Unfinished::cause) is [`Unknown`](UnfinishedCause::Unknown), either all of it or nothing; then the next
-/// delivery finds out. The [source](Error::source) is what went wrong: the handler's own error, where it gave one.
+/// delivery finds out. (What a handler writes after its transaction is over is in no transaction any more.) The [source](Error::source) is what went wrong: the handler's own error, where it gave one.
 #[derive(Debug)]
 pub struct Unfinished {
     cause: UnfinishedCause,

@@ -37,11 +37,11 @@ use tower::{
     util::BoxCloneSyncService,
 };
 use tower_idempotency::{
-    BoxError, DeadLetterLayer, Envelope, Parked, StoreError, TransactionLayer, Unfinished,
-    WithTransaction,
+    BoxError, DeadLetterLayer, Envelope, MessageId, Parked, Store, StoreError, TransactionLayer,
+    Unfinished, WithTransaction,
     ack::Always,
     error::{
-        Operation, TimedOut,
+        BackendErrorKind, Operation, TimedOut,
         UnfinishedCause::{self, Contention, Kept, Lost, Undone, Unknown},
         is_transient,
     },
@@ -765,6 +765,101 @@ async fn savepoints<W: World>(name: &str) {
     deliver(&mut consumer, envelope("c")).await.unwrap_err();
     desk.assert_stands("c", 0, "free").await;
     desk.assert_pool_is_good(&mut consumer, &hands).await;
+    desk.close().await;
+}
+
+/// A savepoint that nobody ends: sqlx would end that in the place of the transaction.
+async fn forgets_a_savepoint<W: World>(name: &str) {
+    let Some(desk) = Desk::<W>::open(name, 1).await else {
+        return;
+    };
+    for (id, within) in [("a", true), ("b", false)] {
+        let (mut consumer, hands) = desk.meets(deed(move |mut job: Job<W>| async move {
+            if !within {
+                job.effect().await?;
+            }
+            mem::forget(Connection::begin(&mut *job.transaction).await?);
+            if within {
+                job.effect().await?;
+            }
+            Ok(())
+        }));
+        let answer = deliver(&mut consumer, envelope(id)).await;
+        assert_eq!(cause(answer), Undone);
+        desk.assert_stands(id, 0, "free").await;
+        deliver(&mut consumer, envelope(id)).await.unwrap();
+        desk.assert_once(&mut consumer, &hands, id).await;
+        desk.assert_pool_is_good(&mut consumer, &hands).await;
+    }
+    desk.close().await;
+}
+
+/// An error that passes for the one within it, as `#[error(transparent)]` of thiserror makes them.
+#[derive(Debug)]
+struct Transparent(sqlx::Error);
+
+impl fmt::Display for Transparent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl Error for Transparent {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.0.source()
+    }
+}
+
+async fn hides_who_was_in_the_way<W: World>(name: &str) {
+    let Some(desk) = Desk::<W>::open(name, 1).await else {
+        return;
+    };
+    let mut other = desk.eyes.begin().await.unwrap();
+    let locks = format!("UPDATE {}_r SET n = 1 WHERE id = 1", desk.world.table());
+    W::execute(&mut other, locks).await.unwrap();
+    let (mut consumer, hands) = desk.meets(deed(|mut job: Job<W>| async move {
+        job.effect().await?;
+        let lock = "SELECT n FROM {t}_r WHERE id = 1 FOR UPDATE NOWAIT";
+        let locked = job.number(lock).await;
+        locked.map_err(Transparent)?;
+        Ok(())
+    }));
+    let answer = deliver(&mut consumer, envelope("a")).await;
+    assert_eq!(cause(answer), Contention);
+    other.rollback().await.unwrap();
+    desk.assert_stands("a", 0, "free").await;
+    deliver(&mut consumer, envelope("a")).await.unwrap();
+    desk.assert_once(&mut consumer, &hands, "a").await;
+    desk.close().await;
+}
+
+/// A server that answers on no connection that was there, and on each new one: the pool gets over it.
+async fn is_silent_on_a_connection<W: World>(name: &str) {
+    let Some((desk, proxy)) = Desk::<W>::behind_proxy(name, 1).await else {
+        return;
+    };
+    let limit = Duration::from_millis(1500);
+    let builder = desk.world.builder().response_timeout(limit);
+    let impatient = W::transactions(builder, desk.pool.clone()).lock_wait(limit);
+    let hands = desk.hands([]);
+    let mut consumer: Consumer = BoxCloneSyncService::new(impatient.layer(hands.clone()));
+    for step in [Step::Begin, Step::Claim, Step::Close, Step::Commit] {
+        let id = format!("silent at {step:?}");
+        loop {
+            step.trap::<W>(&proxy, &id, At::SwallowReply);
+            let answer = timeout(PATIENCE, deliver(&mut consumer, envelope(&id))).await;
+            answer.expect("not for ever").unwrap_err();
+            // A server that is busy may be too late before.
+            if proxy.has_sprung() {
+                break;
+            }
+        }
+        // No longer than the pool waits for a connection.
+        redelivered(&mut consumer, &id).await.unwrap();
+        desk.assert_once(&mut consumer, &hands, &id).await;
+        let drained = timeout(PATIENCE, impatient.drained()).await;
+        drained.expect("not for ever");
+    }
     desk.close().await;
 }
 
@@ -1614,6 +1709,21 @@ mod postgres {
     use super::*;
 
     #[tokio::test]
+    async fn a_savepoint_that_is_forgotten_acks_nothing() {
+        forgets_a_savepoint::<Postgres>("th_forgets_a_savepoin").await;
+    }
+
+    #[tokio::test]
+    async fn a_wrapper_hides_no_contention() {
+        hides_who_was_in_the_way::<Postgres>("th_hides_who_was_in_t").await;
+    }
+
+    #[tokio::test]
+    async fn a_silent_connection_is_replaced() {
+        is_silent_on_a_connection::<Postgres>("th_is_silent_on_a_con").await;
+    }
+
+    #[tokio::test]
     async fn an_error_that_ended_the_transaction_is_not_swallowed() {
         swallows_the_end::<Postgres>(
             "th_swallows_the_end",
@@ -1771,6 +1881,35 @@ mod postgres {
 mod mysql {
     use super::*;
 
+    /// What a transaction has recorded and not committed yet would be taken for done.
+    #[tokio::test]
+    async fn what_is_not_committed_is_read_by_no_store() {
+        let Some(world) = MySql::open("th_uncommitted").await else {
+            return;
+        };
+        let begin = "SET SESSION TRANSACTION ISOLATION LEVEL READ UNCOMMITTED";
+        let store = world.builder().pool(world.pool_of(1, begin).await).unwrap();
+        let error = store.seen(&MessageId::from("a")).await.unwrap_err();
+        assert_eq!(error.kind(), BackendErrorKind::Config);
+        assert!(error.to_string().contains("READ UNCOMMITTED"), "{error}");
+        world.drop().await;
+    }
+
+    #[tokio::test]
+    async fn a_savepoint_that_is_forgotten_acks_nothing() {
+        forgets_a_savepoint::<MySql>("th_forgets_a_savepoin").await;
+    }
+
+    #[tokio::test]
+    async fn a_wrapper_hides_no_contention() {
+        hides_who_was_in_the_way::<MySql>("th_hides_who_was_in_t").await;
+    }
+
+    #[tokio::test]
+    async fn a_silent_connection_is_replaced() {
+        is_silent_on_a_connection::<MySql>("th_is_silent_on_a_con").await;
+    }
+
     #[tokio::test]
     async fn an_error_that_undid_one_statement_may_be_swallowed() {
         swallows_one_statement::<MySql>("th_swallows_one_state", false).await;
@@ -1919,6 +2058,34 @@ mod mysql {
 
 mod sqlite {
     use super::*;
+
+    #[tokio::test]
+    async fn a_savepoint_that_is_forgotten_acks_nothing() {
+        forgets_a_savepoint::<Sqlite>("th_forgets_a_savepoin").await;
+    }
+
+    /// SQLSTATEs look like numbers of SQLite's: 22021 like BUSY.
+    #[tokio::test]
+    async fn an_error_of_another_database_is_the_handlers_own() {
+        let Some(url) = services::postgres() else {
+            return;
+        };
+        let Some(desk) = Desk::<Sqlite>::open("th_another_database", 1).await else {
+            return;
+        };
+        let elsewhere = sqlx::PgPool::connect(&url).await.unwrap();
+        let (mut consumer, _) = desk.meets(deed(|mut job: Job<Sqlite>| async move {
+            job.effect().await?;
+            let raise = "DO $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '22021'; END $$";
+            sqlx::raw_sql(raise).execute(&elsewhere).await?;
+            Ok(())
+        }));
+        let error = deliver(&mut consumer, envelope("a")).await.unwrap_err();
+        assert!(error.is::<sqlx::Error>(), "{error:?}");
+        assert!(!is_transient(&error));
+        desk.assert_stands("a", 0, "free").await;
+        desk.close().await;
+    }
 
     #[tokio::test]
     async fn an_error_that_ended_the_transaction_is_not_swallowed() {

@@ -120,9 +120,9 @@ impl<DB: Dialect, X, D> TransactionLayer<DB, X, D> {
     /// [`Parked`](crate::Parked); 5 seconds unless set, an hour at most, and zero is a millisecond.
     ///
     /// For the claim alone: what the handler waits for is as its session says. MariaDB counts in whole seconds, rounded
-    /// up. Where the server has no such limit for a single statement, as MySQL and SQLite, the call
-    /// answers after a second more, but its connection waits as long as the session says:
-    /// `innodb_lock_wait_timeout`, `busy_timeout`.
+    /// up. MySQL has no such limit for a single statement, nor has PostgreSQL for a lock on the whole table, and SQLite's is that of the
+    /// connection: there the call answers after a second more, and closes its connection, whose statement the
+    /// server ends when its own limit is over.
     pub fn lock_wait(self, max: Duration) -> Self {
         self.set(|settings| settings.opening.lock_wait = max.min(LONGEST_LOCK_WAIT))
     }

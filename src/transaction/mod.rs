@@ -27,10 +27,16 @@
 //!
 //! What the handler writes by the transaction that it was lent: that happens exactly once, whichever worker
 //! dies when. Outside is everything else: mail, HTTP calls, other databases, messages published to a
-//! broker, and statements on another connection, even of the same pool. Those happen at least once, as a
-//! transaction may be rolled back after them. The usual remedy is an *outbox*: what is to be sent is written
-//! into a table by the same transaction, under an id that follows from the message's own, and sent by
-//! a worker that reads the table.
+//! broker, statements on another connection, even of the same pool, tables of an engine without transactions
+//! (MyISAM), and a file that is attached to a SQLite database in WAL mode, which commits each file by itself. Those
+//! happen at least once, as a transaction may be rolled back after them. The usual remedy is an *outbox*: what is to be
+//! sent is written into a table by the same transaction, under an id that follows from the message's own, and
+//! sent by a worker that reads the table.
+//!
+//! A handler returns the errors of its statements, and of savepoints that could not begin. It may have been its
+//! transaction that ended by them, and what it writes afterwards is then committed statement by statement
+//! (on PostgreSQL after a savepoint that did not begin, on MySQL after a deadlock, on SQLite after a full disk): it is not acked, and comes
+//! again with the next delivery.
 //!
 //! # What ends as `Unfinished`
 //!
@@ -42,8 +48,7 @@
 //!   before the handler runs.
 //! * The handler answered Ok, but its transaction was undone: it met an error of a statement and went on, where
 //!   PostgreSQL has by then given up the whole transaction, and MySQL after a deadlock. That the claim is still
-//!   there when the message is recorded is the proof that nothing was undone. What such a handler writes after the
-//!   error is refused by PostgreSQL; MariaDB and SQLite commit it by itself, and it comes again with the message.
+//!   there when the message is recorded is the proof that nothing was undone.
 //! * The handler's future has ended, and some task still has the transaction.
 //! * The connection was lost, or gave no answer to the commit. If that was committed nevertheless, the next
 //!   delivery finds the message done.
@@ -53,8 +58,10 @@
 //!
 //! A handler that commits by hand, or by a statement that the database commits before (DDL on MySQL), has
 //! what it wrote until then committed without the record; a crash before the end then repeats it, a minute
-//! later. Nothing is lost. A savepoint that is begun on the transaction and leaked with `mem::forget` is not
-//! noticed by sqlx, and the end of the transaction ends that savepoint only: not to be done.
+//! later. Nothing is lost.
+//!
+//! A handler that drops out of a statement, as by a timeout, waits for that in its rollback, for the store's
+//! [`response_timeout`](crate::store::sql::SqlStoreBuilder::response_timeout); then its connection is closed. Its own error is the answer.
 //!
 //! # The order of the layers
 //!
@@ -71,8 +78,12 @@
 //!
 //! **SQLite has one writer.** A transaction here locks the file from its begin to its end, so handlers of
 //! one file go one after the other, whichever message they handle, and a long one holds up all others, as well as claims and marks
-//! of stores on the same file. They wait as long as the connection's `busy_timeout` says. Readers are not
+//! of stores on the same file. Calls of one process wait their turn, as long as [`lock_wait`](TransactionLayer::lock_wait)
+//! says and without a connection, and are then [`Parked`](crate::Parked), as are those that the file is locked for by another process. Readers are not
 //! held up in WAL mode.
+//!
+//! A handler that changes the search path of its transaction (`SET LOCAL search_path`, `SET LOCAL ROLE`, `USE`) needs a
+//! table that is named with its schema.
 //!
 //! # Sharing a record
 //!

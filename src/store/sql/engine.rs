@@ -120,6 +120,7 @@ pub struct InTransaction {
     /// Whether the message is to be remembered: not without an id.
     pub(super) recorded: bool,
     /// Where its row is, if the database tells.
+    #[cfg_attr(not(feature = "postgres"), expect(dead_code))]
     pub(super) place: Option<String>,
 }
 
@@ -469,7 +470,7 @@ impl<B: Backend> Ask<B> for Holding {
 /// What the clones of a store share.
 pub(in crate::store) struct Core<B: Backend> {
     pub(super) backend: B,
-    pool: Pool<B::Db>,
+    pub(super) pool: Pool<B::Db>,
     /// Whether nobody else uses the pool.
     own_pool: bool,
     pub(super) settings: Settings,

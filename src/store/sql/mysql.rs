@@ -86,13 +86,21 @@ impl MySqlTable {
         }
     }
 
-    /// Refuses sessions in which no mark would ever be committed.
+    /// Refuses sessions in which no mark would ever be committed, and those that take what others have not
+    /// committed for marks.
     async fn commits(&self, connection: &mut MySqlConnection) -> Result<(), BackendError> {
-        let row = connection.fetch_one(sqlx::raw_sql("SELECT CAST(@@autocommit AS SIGNED)"));
-        let row = row.await.map_err(failed::<Self>)?;
-        if row.try_get::<i64, _>(0).map_err(failed::<Self>)? == 0 {
-            let error = ConfigError::new("pool", "without autocommit", "sessions with autocommit");
-            return Err(error.into());
+        // The level goes by either name, or by both.
+        let settings = connection.fetch_all(sqlx::raw_sql(
+            "SHOW SESSION VARIABLES WHERE Variable_name IN ('autocommit', 'tx_isolation', 'transaction_isolation')",
+        ));
+        for row in settings.await.map_err(failed::<Self>)? {
+            let value: String = row.try_get(1).map_err(failed::<Self>)?;
+            let refused = match value.as_str() {
+                "OFF" => ("without autocommit", "sessions with autocommit"),
+                "READ-UNCOMMITTED" => ("at READ UNCOMMITTED", "READ COMMITTED or above"),
+                _ => continue,
+            };
+            return Err(ConfigError::new("pool", refused.0, refused.1).into());
         }
         Ok(())
     }
@@ -566,7 +574,8 @@ fn kind(number: u16) -> BackendErrorKind {
 
     match number {
         // Lock wait timeout, deadlock, row changed since it was read, NOWAIT, to be prepared again.
-        1205 | 1213 | 1020 | 3572 | 1615 => Contention,
+        // Of a group: rolled back as another member was first.
+        1205 | 1213 | 1020 | 3572 | 1615 | 3101 => Contention,
         // Option prevents statement (--read-only), read-only transaction, read-only mode.
         1290 | 1792 | 1836 => ReadOnly,
         // Access to the server, a database, a command, a table, a column, an object; method.

@@ -145,8 +145,11 @@ impl<B: Backend> Begin<'_, B> {
             // Where the file is locked as a whole, those of this process wait here in turn, and not all at
             // once at the file, each with a connection.
             let turn = self.core.turns.clone().acquire_owned();
-            match timeout(self.left(), turn).await {
-                Ok(turn) => turn.ok(),
+            let mut closed = self.core.pool.close_event();
+            match timeout(self.left(), closed.do_until(turn)).await {
+                // Never closed.
+                Ok(Ok(turn)) => turn.ok(),
+                Ok(Err(error)) => return Err(at(Operation::Begin)(failed::<B>(error))),
                 Err(_) => return Ok(Some(self.busy())),
             }
         };
