@@ -196,9 +196,10 @@ pub enum UnfinishedCause {
     Undone,
     /// The handler answered Ok and did not give it back: some task has it still.
     Kept,
-    /// The connection was lost before the commit was sent.
+    /// It was not committed: its connection was lost before that, or the database was not able to write.
     Lost,
-    /// The commit was sent, and its answer did not come.
+    /// The commit was sent, and its answer did not come, or does not say what became of it. Also, on SQLite, where
+    /// the handler had committed by hand.
     Unknown,
 }
 

@@ -849,6 +849,8 @@ async fn with_nothing_left<W: World>(world: Option<W>) {
             one.abort();
             assert!(one.await.unwrap_err().is_cancelled());
         }
+        // The layer that counts what was left is gone.
+        scene.left_nothing_open().await;
         scene.settles().await;
         assert_eq!(scene.had_its_effect(id).await, goes_on);
     }

@@ -37,7 +37,8 @@ pin_project! {
     ///
     /// # Panics
     ///
-    /// When it is polled again after it was ready.
+    /// When it is polled again after it was ready, and perhaps when it is polled on after the runtime that it was first polled
+    /// on has ended.
     pub struct ResponseFuture<S, Req, DB, D>
     where
         S: Service<WithTransaction<Req, DB>>,

@@ -150,8 +150,8 @@ impl<DB: Dialect, X, D> TransactionLayer<DB, X, D> {
         Stack::new(OutcomeLayer::new(), self)
     }
 
-    /// Waits until no begin, commit and rollback is under way any more that a dropped call left to a
-    /// task.
+    /// Waits until no begin, commit and rollback is under way any more that was left to a task, as by a dropped
+    /// call.
     ///
     /// As [`IdempotencyLayer::drained`](crate::IdempotencyLayer::drained). Without it nothing is lost: what is
     /// not committed by then is rolled back by the server, and its message runs again.

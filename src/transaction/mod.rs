@@ -58,7 +58,8 @@
 //!
 //! A handler that commits by hand, or by a statement that the database commits before (DDL on MySQL), has
 //! what it wrote until then committed without the record; a crash before the end then repeats it, a minute
-//! later. Nothing is lost.
+//! later. Nothing is lost. (On SQLite the commit of the layer then fails, although the record is there by now: the answer is
+//! [`Unfinished`](crate::Unfinished), and the next delivery is a duplicate.)
 //!
 //! A handler that drops out of a statement, as by a timeout, waits for that in its rollback, for the store's
 //! [`response_timeout`](crate::store::sql::SqlStoreBuilder::response_timeout); then its connection is closed. Its own error is the answer.
@@ -72,18 +73,19 @@
 //! # Connections
 //!
 //! A call takes one connection of the pool, when it is called, and has it until its transaction has ended; never a second one.
+//! It waits for one as long as the pool's `acquire_timeout` says.
 //! A handler that takes another one of the same pool may wait for handlers that do the same. A copy that waits for
 //! another one's transaction has a connection, too. As ever with transactions, handlers are to be short: one that
 //! takes long holds its row, and what it wrote, but no other message up.
 //!
 //! **SQLite has one writer.** A transaction here locks the file from its begin to its end, so handlers of
 //! one file go one after the other, whichever message they handle, and a long one holds up all others, as well as claims and marks
-//! of stores on the same file. Calls of one process wait their turn, as long as [`lock_wait`](TransactionLayer::lock_wait)
-//! says and without a connection, and are then [`Parked`](crate::Parked), as are those that the file is locked for by another process. Readers are not
+//! of stores on the same file. Calls of one layer and its clones wait their turn, as long as [`lock_wait`](TransactionLayer::lock_wait)
+//! says and without a connection, and are then [`Parked`](crate::Parked), as are those that somebody else has locked the file for. Readers are not
 //! held up in WAL mode.
 //!
 //! A handler that changes the search path of its transaction (`SET LOCAL search_path`, `SET LOCAL ROLE`, `USE`) needs a
-//! table that is named with its schema.
+//! table that is named with its schema. No trigger may write to a row of the record.
 //!
 //! # Sharing a record
 //!

@@ -28,7 +28,7 @@ use tokio::{
     time::{Instant, error::Elapsed, sleep, timeout},
 };
 
-/// How much longer than a lock the answer to that is waited for. Some servers count in seconds.
+/// How much longer than a lock the answer to that is waited for.
 const LATE: Duration = Duration::from_secs(1);
 
 /// What a message is parked for whose lock was waited for in vain.
@@ -189,15 +189,19 @@ impl<B: Backend> Begin<'_, B> {
             (session, held)
         });
         let (session, held) = claim.await;
+        if let Ok(Held::Yes) = held {
+            return Ok(Some(Opened::Session(session)));
+        }
+        // Before it is answered: whoever gets the answer may drive the runtime no longer.
+        self.to_the_end(session.roll_back()).await;
         match held {
-            Ok(Held::Yes) => Ok(Some(Opened::Session(session))),
             Ok(Held::Done) => Ok(Some(Opened::Done)),
             Ok(Held::Busy(Some(left))) => Ok(Some(Opened::Busy(left))),
             Ok(Held::Busy(None)) => {
                 self.core.endless();
                 Ok(Some(Opened::Busy(remaining(OPEN_LEASE))))
             }
-            Ok(Held::No | Held::Again) => Ok(None),
+            Ok(Held::Yes | Held::No | Held::Again) => Ok(None),
             // Some servers have no limit for what a single statement waits for.
             Err(Failed::Late) => Ok(Some(self.busy())),
             Err(failed) if failed.is(BackendErrorKind::Contention) => Ok(None),
@@ -285,9 +289,14 @@ impl<B: Backend> Session<B> {
         let statement = AssertSqlSafe(statement).into_sql_str();
         let begin = Manager::<B>::begin(self.connection_mut(), Some(statement));
         let begun = timeout(limit, begin).await;
-        self.answered(begun.map(|begun| begun.map_err(failed::<B>)))?;
-        self.begun = true;
-        Ok(())
+        let begun = self.answered(begun.map(|begun| begun.map_err(failed::<B>)));
+        match &begun {
+            Ok(()) => self.begun = true,
+            Err(failed) if failed.is(BackendErrorKind::Contention) => {}
+            // Perhaps somebody left a transaction open on it, which would stand in the way again.
+            Err(_) => self.hang_up(),
+        }
+        begun
     }
 
     async fn claim(&mut self, patience: Duration) -> Result<Held, Failed> {
@@ -299,6 +308,8 @@ impl<B: Backend> Session<B> {
         } = self;
         let connection = connection.as_mut().expect(ENDED);
         let claim = core.backend.open(connection, claim, patience);
+        // Some servers count in whole seconds.
+        let patience = Duration::from_secs(patience.as_millis().div_ceil(1000).max(1) as u64);
         let held = timeout(patience + LATE, claim).await;
         self.answered(held)
     }
@@ -461,7 +472,13 @@ async fn rolled_back<B: Backend>(
         // What it is in the middle of ends with it.
         drop(connection.detach());
     }
-    matches!(ended, Ok(Err(_)))
+    // What else a rollback is answered may be the late answer to a statement before it.
+    matches!(
+        ended,
+        Ok(Err(sqlx::Error::Io(_)
+            | sqlx::Error::Tls(_)
+            | sqlx::Error::WorkerCrashed))
+    )
 }
 
 impl<B: Backend> fmt::Debug for Session<B> {
