@@ -44,7 +44,7 @@ pub(super) struct Settings<DB: Dialect> {
 
 impl<DB: Dialect> TransactionLayer<DB> {
     /// Handles each message in a transaction of this pool, and records it in this table, which
-    /// [`store`](TransactionLayer::store) makes.
+    /// [`migrate`](TransactionLayer::migrate) makes.
     ///
     /// Messages are remembered for 24 hours; [`with_store`](TransactionLayer::with_store) takes other settings.
     ///

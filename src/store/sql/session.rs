@@ -142,7 +142,7 @@ impl<B: Backend> Begin<'_, B> {
         let turn = if B::LOCKS_ROWS {
             None
         } else {
-            // Where the file is locked as a whole, those of this process wait here in turn, and not all at
+            // Where the file is locked as a whole, those of this store wait here in turn, and not all at
             // once at the file, each with a connection.
             let turn = self.core.turns.clone().acquire_owned();
             let mut closed = self.core.pool.close_event();
