@@ -227,7 +227,7 @@ impl fmt::Display for Unfinished {
                 "the message's transaction was undone before it could be committed"
             }
             UnfinishedCause::Kept => "the message's transaction was not given back",
-            UnfinishedCause::Lost => "the message's transaction was lost with its connection",
+            UnfinishedCause::Lost => "the message's transaction was lost before its commit",
             UnfinishedCause::Unknown => {
                 "the message's transaction was perhaps committed, and perhaps not"
             }
