@@ -2,8 +2,9 @@
 //!
 //! Each of their decisions about a message is an [`Event`]; that a handler failed is its own to
 //! tell. An event goes to the `on_event` hook, to `tracing`
-//! (feature `tracing`; target `tower_idempotency`) and to the counter
-//! `tower_idempotency_events_total` with the label `event` (feature `metrics`).
+//! (feature `tracing`; target `tower_idempotency`), where it is also the decision of the message's
+//! span, and to the counter `tower_idempotency_events_total` with the label `event` (feature `metrics`).
+//! The age of a duplicate goes to the histogram `tower_idempotency_duplicate_age_seconds`.
 //!
 //! ```
 //! use tower_idempotency::{IdempotencyLayer, MemoryStore, event::Event};
@@ -24,7 +25,7 @@ use std::{
     fmt, mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 /// A decision about a message.
@@ -42,6 +43,9 @@ pub enum Event<'a> {
     Duplicate {
         /// The message.
         id: &'a MessageId,
+        /// When it was made, in milliseconds since the Unix epoch, by its producer's clock; where it
+        /// [says so](crate::ExtractId::created_at).
+        created_at: Option<i64>,
     },
     /// Somebody else is busy with the message; the handler was not called.
     #[non_exhaustive]
@@ -125,6 +129,25 @@ pub enum Event<'a> {
 }
 
 impl Event<'_> {
+    /// How old a duplicate is: the time since its message was made, by the producer's clock and this
+    /// host's. Zero for one from the future; `None` for what is no duplicate, and where the message does
+    /// not say when it was made.
+    ///
+    /// A record has to be kept for longer than this: the effect came after the message was made.
+    #[must_use]
+    pub fn age(&self) -> Option<Duration> {
+        let Event::Duplicate {
+            created_at: Some(created_at),
+            ..
+        } = self
+        else {
+            return None;
+        };
+        let created_at = Duration::from_millis(u64::try_from(*created_at).ok()?);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
+        Some(now.saturating_sub(created_at))
+    }
+
     /// The name of the decision, as the metrics have it: `ran`, `duplicate`, `parked`, `no_id`,
     /// `failed_open`, `store_error`, `mark_failed`, `lease_lost`, `release_failed`, `abandoned`,
     /// `unfinished`, `evicted`.
@@ -169,9 +192,12 @@ impl Reporter {
         }
         let told = catch_unwind(AssertUnwindSafe(|| {
             #[cfg(feature = "tracing")]
-            trace(event);
+            {
+                trace(event);
+                crate::trace::decided(event.name());
+            }
             #[cfg(feature = "metrics")]
-            count(event);
+            measure(event);
             if let Some(hook) = &self.hook {
                 hook(event);
             }
@@ -200,7 +226,7 @@ fn trace(event: &Event<'_>) {
 
     match event {
         Event::Ran { id } => debug!(?id, "ran"),
-        Event::Duplicate { id } => debug!(?id, "duplicate, not run again"),
+        Event::Duplicate { id, .. } => debug!(?id, "duplicate, not run again"),
         Event::Parked { id, retry_after } => {
             debug!(?id, ?retry_after, "parked, somebody else is busy with it");
         }
@@ -220,6 +246,33 @@ fn trace(event: &Event<'_>) {
         Event::Unfinished { id, error } => warn!(?id, %error, "ran, and is to run again"),
         Event::Evicted { count } => warn!(count, "the record is full: oldest ids dropped"),
     }
+}
+
+#[cfg(feature = "metrics")]
+fn measure(event: &Event<'_>) {
+    count(event);
+    if let Some(age) = event.age() {
+        metrics::histogram!("tower_idempotency_duplicate_age_seconds").record(age);
+    }
+}
+
+/// Tells the recorder in use what the metrics are, and in which units: for a `HELP` line in what
+/// Prometheus reads, for example. Once, after the recorder was installed.
+#[cfg(feature = "metrics")]
+#[cfg_attr(docsrs, doc(cfg(feature = "metrics")))]
+pub fn describe_metrics() {
+    use metrics::{Unit, describe_counter, describe_histogram};
+
+    describe_counter!(
+        "tower_idempotency_events_total",
+        Unit::Count,
+        "Decisions about messages, by the name of the event"
+    );
+    describe_histogram!(
+        "tower_idempotency_duplicate_age_seconds",
+        Unit::Seconds,
+        "Time from when a message was made to when a duplicate of it was skipped; a TTL has to be longer"
+    );
 }
 
 /// Name and label are literals in each arm: from others the macro makes a key on the heap, each time.

@@ -282,6 +282,12 @@ impl fmt::Debug for MessageId {
 pub trait ExtractId<Req: ?Sized> {
     /// The id of this request, or `None` when it has no usable one.
     fn extract_id(&self, request: &Req) -> Option<MessageId>;
+
+    /// When the message was made, in milliseconds since the Unix epoch, where it says so: then an
+    /// [`Event`](crate::event::Event) can tell the age of a duplicate. It decides nothing.
+    fn created_at(&self, _request: &Req) -> Option<i64> {
+        None
+    }
 }
 
 impl<F, Req: ?Sized, I> ExtractId<Req> for F
@@ -294,13 +300,17 @@ where
     }
 }
 
-/// Names an [`Envelope`] by its `meta.id`, verbatim.
+/// Names an [`Envelope`] by its `meta.id`, verbatim, and dates it by its `meta.created_at`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MetaId;
 
 impl ExtractId<Envelope> for MetaId {
     fn extract_id(&self, envelope: &Envelope) -> Option<MessageId> {
         envelope.id().cloned()
+    }
+
+    fn created_at(&self, envelope: &Envelope) -> Option<i64> {
+        envelope.meta().created_at()
     }
 }
 

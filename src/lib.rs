@@ -156,8 +156,9 @@
 //! | `tokio` (default) | the claim; limits the time of store commands, pauses between tries of a mark, finishes the marks that dropped calls left. Without it the seen-set runs on any executor and does none of this. |
 //! | `redis`, `postgres`, `mysql`, `sqlite` | the store of that name, and transactions of the three databases, with `tokio`; the three of SQL need Rust 1.94, as sqlx does |
 //! | `testing` | `testing::store_contract` and `claim_store_contract`: what is asked of a [`Store`] and a [`ClaimStore`], as tests |
-//! | `tracing` | tells each [event] to `tracing` |
-//! | `metrics` | counts each [event] with `metrics` |
+//! | `tracing` | tells each [event] to `tracing`; `TraceLayer`, a span for each message |
+//! | `metrics` | counts each [event] with `metrics`, and measures the age of duplicates |
+//! | `cli` | the command `idempotency`, for operators; brings in clients of RabbitMQ and NATS, and needs Rust 1.94 |
 //! | `full` | all of them |
 
 #![forbid(unsafe_code)]
@@ -185,6 +186,9 @@ pub mod store;
 #[cfg(feature = "testing")]
 #[cfg_attr(docsrs, doc(cfg(feature = "testing")))]
 pub mod testing;
+#[cfg(feature = "tracing")]
+#[cfg_attr(docsrs, doc(cfg(feature = "tracing")))]
+pub mod trace;
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 #[cfg_attr(
     docsrs,
@@ -207,6 +211,9 @@ pub use self::store::RedisStore;
 #[cfg(feature = "sqlite")]
 #[cfg_attr(docsrs, doc(cfg(feature = "sqlite")))]
 pub use self::store::SqliteStore;
+#[cfg(feature = "tracing")]
+#[cfg_attr(docsrs, doc(cfg(feature = "tracing")))]
+pub use self::trace::TraceLayer;
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 #[cfg_attr(
     docsrs,

@@ -56,6 +56,7 @@ pin_project! {
         #[pin]
         state: State<S::Future, S::Response, St::Future<Claim>, St::Future<bool>>,
         call: Option<(S, Req)>,
+        created_at: Option<i64>,
         // Whether the service of the call is ready.
         ready: bool,
         is_done: D,
@@ -142,17 +143,18 @@ where
     S: Service<Req>,
     St: ClaimStore,
 {
-    /// Claims first. `service` is ready.
+    /// Claims first. The service of the call is ready.
     pub(super) fn claim(
         settings: Arc<Settings<St>>,
         is_done: D,
         id: MessageId,
-        service: S,
-        request: Req,
+        created_at: Option<i64>,
+        call: (S, Req),
     ) -> Self {
         ResponseFuture {
             state: State::Ready,
-            call: Some((service, request)),
+            call: Some(call),
+            created_at,
             ready: true,
             is_done,
             waits: Waits::new(settings.wait),
@@ -168,6 +170,7 @@ where
         ResponseFuture {
             state: State::Running { response },
             call: None,
+            created_at: None,
             ready: false,
             is_done,
             waits: Waits::new(None),
@@ -240,7 +243,8 @@ where
                         }
                         Ok(Claim::Done) => {
                             guard.due = Due::Nothing;
-                            shared.reporter.report(&Event::Duplicate { id });
+                            let created_at = *this.created_at;
+                            shared.reporter.report(&Event::Duplicate { id, created_at });
                             guard.leave();
                             return Poll::Ready(Ok(Ack::ack()));
                         }

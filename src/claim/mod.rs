@@ -204,7 +204,9 @@ where
             Some(id) if !id.is_empty() => {
                 let clone = self.inner.clone();
                 let ready = mem::replace(&mut self.inner, clone);
-                ResponseFuture::claim(settings.clone(), is_done.clone(), id, ready, request)
+                let created_at = extract.created_at(&request);
+                let call = (ready, request);
+                ResponseFuture::claim(settings.clone(), is_done.clone(), id, created_at, call)
             }
             _ => {
                 settings.shared.reporter.report(&Event::NoId);

@@ -128,7 +128,11 @@ where
                     let failure = failure.take().expect("polled after completion");
                     this.state.set(State::Done);
                     return Poll::Ready(match published {
-                        Ok(_) => Ok(Ack::dead_lettered()),
+                        Ok(_) => {
+                            #[cfg(feature = "tracing")]
+                            crate::trace::decided("dead_lettered");
+                            Ok(Ack::dead_lettered())
+                        }
                         Err(error) => Err(Unpublished::new(failure, error).into()),
                     });
                 }

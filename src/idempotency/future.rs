@@ -43,6 +43,7 @@ pin_project! {
         #[pin]
         state: State<S::Future, S::Response, St::Future<bool>, St::Future<()>>,
         call: Option<(S, Req)>,
+        created_at: Option<i64>,
         is_done: D,
         // After the state: what it holds is gone before the guard acts.
         guard: Guard<St>,
@@ -108,17 +109,18 @@ where
     S: Service<Req>,
     St: Store,
 {
-    /// Asks the store first. `service` is ready.
+    /// Asks the store first. The service of the call is ready.
     pub(super) fn ask(
         shared: Arc<Shared<St>>,
         is_done: D,
         id: MessageId,
-        service: S,
-        request: Req,
+        created_at: Option<i64>,
+        call: (S, Req),
     ) -> Self {
         ResponseFuture {
             state: State::Ready,
-            call: Some((service, request)),
+            call: Some(call),
+            created_at,
             is_done,
             guard: Guard::new(shared, Some(id)),
         }
@@ -130,6 +132,7 @@ where
         ResponseFuture {
             state,
             call: None,
+            created_at: None,
             is_done,
             guard: Guard::new(shared, None),
         }
@@ -171,7 +174,9 @@ where
                             // Gives back what the service had reserved.
                             *this.call = None;
                             this.state.set(State::Done);
-                            guard.shared.reporter.report(&Event::Duplicate { id });
+                            let created_at = *this.created_at;
+                            let event = Event::Duplicate { id, created_at };
+                            guard.shared.reporter.report(&event);
                             return Poll::Ready(Ok(Ack::ack()));
                         }
                         Err(source) => {

@@ -57,6 +57,7 @@ struct Message<DB: Dialect> {
     settings: Arc<Settings<DB>>,
     /// Empty: no usable id, so there is nothing to remember.
     id: MessageId,
+    created_at: Option<i64>,
     /// The runtime that the call was polled in first.
     runtime: Option<Handle>,
 }
@@ -100,21 +101,22 @@ where
     S: Service<WithTransaction<Req, DB>>,
     DB: Dialect,
 {
-    /// `service` is ready.
+    /// The service of the call is ready.
     pub(super) fn new(
         settings: Arc<Settings<DB>>,
         is_done: D,
         id: MessageId,
-        service: S,
-        request: Req,
+        created_at: Option<i64>,
+        call: (S, Req),
     ) -> Self {
         ResponseFuture {
             state: State::Ready,
-            call: Some((service, request)),
+            call: Some(call),
             is_done,
             message: Message {
                 settings,
                 id,
+                created_at,
                 runtime: None,
             },
         }
@@ -171,7 +173,10 @@ where
                         this.state.set(State::Running { response, back });
                     }
                     Ok(Opened::Done) => {
-                        message.report(&Event::Duplicate { id: &message.id });
+                        message.report(&Event::Duplicate {
+                            id: &message.id,
+                            created_at: message.created_at,
+                        });
                         return Poll::Ready(Ok(Ack::ack()));
                     }
                     Ok(Opened::Busy(left)) => return Poll::Ready(Err(message.parked(left))),

@@ -338,8 +338,9 @@ where
         if id.is_empty() {
             settings.reporter.report(&Event::NoId);
         }
+        let created_at = extract.created_at(&request);
         let clone = self.inner.clone();
-        let ready = mem::replace(&mut self.inner, clone);
-        ResponseFuture::new(settings.clone(), is_done.clone(), id, ready, request)
+        let call = (mem::replace(&mut self.inner, clone), request);
+        ResponseFuture::new(settings.clone(), is_done.clone(), id, created_at, call)
     }
 }
