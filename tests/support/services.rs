@@ -53,6 +53,16 @@ pub fn mysql() -> Option<String> {
     present(mysql_url())
 }
 
+/// Where RabbitMQ is. A test that gets `None` is over.
+pub fn rabbitmq() -> Option<String> {
+    present(url("RABBITMQ_URL", "amqp://127.0.0.1:5672"))
+}
+
+/// Where NATS is. A test that gets `None` is over.
+pub fn nats() -> Option<String> {
+    present(url("NATS_URL", "nats://127.0.0.1:4222"))
+}
+
 /// Where a program is. A test that gets `None` is over.
 pub fn program(name: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
@@ -87,6 +97,8 @@ pub fn host_and_port(url: &str) -> String {
     let port = match scheme {
         "redis" => 6379,
         "mysql" => 3306,
+        "amqp" => 5672,
+        "nats" => 4222,
         _ => 5432,
     };
     format!("{host}:{port}")
