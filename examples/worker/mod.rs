@@ -2,13 +2,21 @@
 //! becomes of a delivery.
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
+pub mod amqp;
+pub mod list;
+pub mod subject;
+
 use futures_util::FutureExt;
 use std::{
     env,
+    future::Future,
+    io,
     panic::AssertUnwindSafe,
-    sync::Mutex,
+    pin::{Pin, pin},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
+use tokio::task::JoinSet;
 use tower::{
     ServiceBuilder, ServiceExt,
     retry::{Policy, RetryLayer},
@@ -17,7 +25,7 @@ use tower::{
     util::BoxCloneSyncService,
 };
 use tower_idempotency::{
-    BoxError, BoxStore, DeadLetterLayer, Envelope, IdempotencyLayer, Lease, Parked,
+    BoxError, BoxStore, DeadLetterLayer, Envelope, IdempotencyLayer, Lease, Parked, TraceLayer,
     claim::ClaimLayer,
     dead_letter::poison,
     envelope::{DeadLetterBlock, Headers, Reason},
@@ -71,6 +79,24 @@ impl Settings {
     }
 }
 
+/// For how long a delivery is this worker's without a sign of life, which it gives three times in that time:
+/// `REDELIVERY_SECS`, or as long as the broker's own SDKs have it.
+pub fn redelivery(default: u64) -> Result<Duration, BoxError> {
+    let secs = match env::var("REDELIVERY_SECS") {
+        Ok(secs) => secs.parse().ok().filter(|secs| *secs > 0).ok_or_else(|| {
+            format!("REDELIVERY_SECS is {secs:?}; expected whole seconds above 0")
+        })?,
+        Err(_) => default,
+    };
+    Ok(Duration::from_secs(secs))
+}
+
+/// Warnings, and what each message's span is about, to standard error.
+pub fn logs() {
+    let logs = tracing_subscriber::fmt().with_max_level(tracing::Level::INFO);
+    logs.with_writer(io::stderr).init();
+}
+
 /// When the process is told to end: by SIGTERM or Ctrl-C.
 pub async fn shutdown() {
     use tokio::signal::{ctrl_c, unix};
@@ -84,19 +110,26 @@ pub async fn shutdown() {
 
 // ===== the stack =====
 
-pub struct Stack(ClaimLayer<BoxStore>);
+pub struct Stack {
+    trace: TraceLayer,
+    claim: ClaimLayer<BoxStore>,
+}
 
 impl Stack {
-    pub async fn connect(settings: &Settings) -> Result<Self, BoxError> {
+    /// The name of the broker's kind goes into the traces.
+    pub async fn connect(settings: &Settings, system: &'static str) -> Result<Self, BoxError> {
         let store = BoxStore::connect(&settings.store, &settings.record).await?;
-        let lease = Lease::new(LEASE)?;
-        Ok(Stack(IdempotencyLayer::new(store).claim(lease)))
+        Ok(Stack {
+            trace: TraceLayer::new().system(system),
+            claim: IdempotencyLayer::new(store).claim(Lease::new(LEASE)?),
+        })
     }
 
     pub fn consumer(&self, dead_letters: Publisher) -> Consumer {
         let stack = ServiceBuilder::new()
+            .layer(self.trace.clone())
             .layer(DeadLetterLayer::new(dead_letters))
-            .layer(self.0.clone())
+            .layer(self.claim.clone())
             .layer(RetryLayer::new(Tries(TRIES)))
             .layer(TimeoutLayer::new(TIMEOUT))
             .service(service_fn(caught));
@@ -105,7 +138,7 @@ impl Stack {
 
     /// Waits for what dropped calls left under way.
     pub async fn drained(self) {
-        let _ = tokio::time::timeout(TIMEOUT, self.0.drained()).await;
+        let _ = tokio::time::timeout(TIMEOUT, self.claim.drained()).await;
     }
 }
 
@@ -116,7 +149,11 @@ struct Tries(u32);
 impl<Res> Policy<Envelope, Res, BoxError> for Tries {
     type Future = tokio::time::Sleep;
 
-    fn retry(&mut self, _: &mut Envelope, result: &mut Result<Res, BoxError>) -> Option<Self::Future> {
+    fn retry(
+        &mut self,
+        _: &mut Envelope,
+        result: &mut Result<Res, BoxError>,
+    ) -> Option<Self::Future> {
         self.0 -= 1;
         let pause = Duration::from_millis(100) * 2u32.pow(TRIES - self.0 - 1);
         (result.is_err() && self.0 > 0).then(|| tokio::time::sleep(pause))
@@ -149,6 +186,76 @@ async fn charge(message: Envelope) -> Result<(), BoxError> {
 async fn caught(message: Envelope) -> Result<(), BoxError> {
     let charged = AssertUnwindSafe(charge(message)).catch_unwind().await;
     charged.unwrap_or_else(|_| Err("the handler panicked".into()))
+}
+
+// ===== the connection =====
+
+/// Ready when the worker is to end.
+pub type Stop<'a> = Pin<&'a mut dyn Future<Output = ()>>;
+
+/// Has one session after another, until one ends well. A broker that goes away is waited for; one that is not there
+/// at first is an error.
+pub async fn sessions<C>(
+    connect: impl AsyncFn() -> Result<C, BoxError>,
+    session: impl AsyncFn(C, &mut Stop<'_>, &Arc<Outage>) -> Result<(), BoxError>,
+    stop: impl Future<Output = ()>,
+) -> Result<(), BoxError> {
+    let mut stop: Stop<'_> = pin!(stop);
+    let outage = Arc::new(Outage::default());
+    let mut connected = Ok(connect().await?);
+    loop {
+        let ended = match connected {
+            Ok(connection) => session(connection, &mut stop, &outage).await,
+            Err(error) => Err(error),
+        };
+        let Err(error) = ended else { return Ok(()) };
+        eprintln!("without the broker: {error}");
+        let again = async {
+            tokio::time::sleep(outage.pause()).await;
+            connect().await
+        };
+        connected = tokio::select! {
+            connected = again => connected,
+            () = &mut stop => return Ok(()),
+        };
+    }
+}
+
+/// The deliveries under way, each in a task of its own, which has settled it when it ends.
+#[derive(Default)]
+pub struct Deliveries(JoinSet<Result<(), BoxError>>);
+
+impl Deliveries {
+    pub fn spawn(&mut self, delivery: impl Future<Output = Result<(), BoxError>> + Send + 'static) {
+        self.0.spawn(delivery);
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether the next one to end has been settled; `None` when there are none.
+    pub async fn next(&mut self) -> Option<Result<(), BoxError>> {
+        let joined = self.0.join_next().await?;
+        Some(joined.unwrap_or_else(|panicked| Err(panicked.into())))
+    }
+
+    /// Whether all that have ended were settled.
+    pub fn ended(&mut self) -> Result<(), BoxError> {
+        while let Some(Some(settled)) = self.next().now_or_never() {
+            settled?;
+        }
+        Ok(())
+    }
+
+    /// Lets all of them end.
+    pub async fn finish(mut self) {
+        while let Some(settled) = self.next().await {
+            if let Err(error) = settled {
+                eprintln!("not settled, and will come back: {error}");
+            }
+        }
+    }
 }
 
 // ===== a delivery =====

@@ -1,0 +1,158 @@
+//! A worker on RabbitMQ: charges the payments on a queue, each of them once.
+//!
+//! ```text
+//! cargo run --features cli,tracing --example produce -- --broker amqp://127.0.0.1:5672 --count 20 --duplicates 20
+//! cargo run --features cli,tracing --example rabbitmq_worker      # Ctrl-C ends it
+//! ```
+//!
+//! `BROKER_URL` (`amqp://127.0.0.1:5672`), `STORE_URL` (`redis://127.0.0.1:6379`; PostgreSQL, MySQL or SQLite as well), `RECORD`
+//! (`payments_seen`), `QUEUE` (`payments`), `IN_FLIGHT` (64). What failed for good is on `<queue>.dlq`. What is to be
+//! delivered later waits in `<queue>.later.<ms>`: quorum queues, so that a node of a cluster may fail meanwhile.
+
+mod worker;
+
+use futures_util::StreamExt;
+use lapin::{
+    Channel, Connection, ConnectionProperties,
+    message::Delivery,
+    options::*,
+    types::{AMQPValue, FieldTable, ShortString},
+};
+use std::{future::Future, sync::Arc};
+use tower::{service_fn, util::BoxCloneSyncService};
+use tower_idempotency::{BoxError, Envelope, envelope::Headers};
+use worker::{
+    Consumer, Deliveries, Outage, Publisher, Settings, Settle, Stack, Stop,
+    amqp::{later, properties, publish},
+};
+
+#[tokio::main]
+async fn main() -> Result<(), BoxError> {
+    worker::logs();
+    let settings = Settings::from_env("amqp://127.0.0.1:5672")?;
+    let stack = Stack::connect(&settings, "rabbitmq").await?;
+    let consumer = |dead_letters| stack.consumer(dead_letters);
+    work(
+        &settings.broker,
+        &settings.queue,
+        settings.in_flight,
+        consumer,
+        worker::shutdown(),
+    )
+    .await?;
+    stack.drained().await;
+    Ok(())
+}
+
+/// Works until told to stop.
+pub async fn work(
+    broker: &str,
+    queue: &str,
+    in_flight: usize,
+    stack: impl Fn(Publisher) -> Consumer,
+    stop: impl Future<Output = ()>,
+) -> Result<(), BoxError> {
+    let connect = async || Ok(Connection::connect(broker, ConnectionProperties::default()).await?);
+    let session = async |connection: Connection, stop: &mut Stop<'_>, outage: &Arc<Outage>| {
+        session(connection, queue, in_flight, &stack, stop, outage).await
+    };
+    worker::sessions(connect, session, stop).await
+}
+
+/// As long as one connection lasts. What was not acked comes back when it is closed.
+async fn session(
+    connection: Connection,
+    queue: &str,
+    in_flight: usize,
+    stack: impl Fn(Publisher) -> Consumer,
+    stop: &mut Stop<'_>,
+    outage: &Arc<Outage>,
+) -> Result<(), BoxError> {
+    let channel = connection.create_channel().await?;
+    channel
+        .confirm_select(ConfirmSelectOptions::default())
+        .await?;
+    let (own, dead_letters) = (ShortString::try_new(queue)?, format!("{queue}.dlq"));
+    for name in [own.clone(), ShortString::try_new(&*dead_letters)?] {
+        channel
+            .queue_declare(name, QueueDeclareOptions::durable(), FieldTable::default())
+            .await?;
+    }
+    let prefetch = u16::try_from(in_flight).unwrap_or(u16::MAX);
+    channel
+        .basic_qos(prefetch, BasicQosOptions::default())
+        .await?;
+    let consume = channel.basic_consume(
+        own,
+        "".into(),
+        BasicConsumeOptions::default(),
+        FieldTable::default(),
+    );
+    let mut consume = consume.await?;
+    let publisher = channel.clone();
+    let consumer = stack(BoxCloneSyncService::new(service_fn(
+        move |message: Envelope| {
+            let (channel, queue) = (publisher.clone(), dead_letters.clone());
+            async move {
+                publish(
+                    &channel,
+                    &queue,
+                    message.encode().as_bytes(),
+                    properties(&message),
+                )
+                .await
+            }
+        },
+    )));
+    let mut deliveries = Deliveries::default();
+    let ended = loop {
+        tokio::select! {
+            () = &mut *stop => break Ok(()),
+            Some(settled) = deliveries.next() => if let Err(error) = settled { break Err(error) },
+            delivery = consume.next() => match delivery {
+                Some(Ok(delivery)) => {
+                    let (channel, queue, consumer) = (channel.clone(), queue.to_owned(), consumer.clone());
+                    let outage = outage.clone();
+                    deliveries.spawn(async move { settle(&channel, &queue, consumer, delivery, &outage).await });
+                }
+                Some(Err(error)) => break Err(error.into()),
+                None => break Err("the broker has cancelled the consumer".into()),
+            },
+        }
+    };
+    deliveries.finish().await;
+    let _ = connection.close(200, "done".into()).await;
+    ended
+}
+
+async fn settle(
+    channel: &Channel,
+    queue: &str,
+    consumer: Consumer,
+    delivery: Delivery,
+    outage: &Outage,
+) -> Result<(), BoxError> {
+    let table = delivery
+        .properties
+        .headers()
+        .iter()
+        .flat_map(FieldTable::inner);
+    let texts = table.filter_map(|(name, value)| match value {
+        AMQPValue::LongString(value) => {
+            Some((name.as_str(), std::str::from_utf8(value.as_bytes()).ok()?))
+        }
+        _ => None,
+    });
+    let headers = texts.collect::<Headers>().with_queue(queue);
+    let properties = delivery.properties.clone().with_delivery_mode(2);
+    match worker::handle(consumer, &delivery.data, headers, outage).await {
+        Settle::Ack => {}
+        Settle::Dead(body) => publish(channel, &format!("{queue}.dlq"), &body, properties).await?,
+        Settle::Later(pause) => {
+            let parked = later(channel, queue, pause).await?;
+            publish(channel, &parked, &delivery.data, properties).await?;
+        }
+    }
+    delivery.ack(BasicAckOptions::default()).await?;
+    Ok(())
+}

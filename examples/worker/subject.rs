@@ -1,0 +1,43 @@
+//! A queue on JetStream: a subject, with a stream of its own, from which a message goes when it is acked.
+#![allow(dead_code)]
+
+use async_nats::{
+    HeaderMap, HeaderName, HeaderValue,
+    jetstream::{Context, stream},
+};
+use tower_idempotency::{BoxError, envelope::Headers};
+
+/// The stream, made if it is not there. Its name is the subject's, which may have dots.
+pub async fn declare(jetstream: &Context, subject: &str) -> Result<stream::Stream, BoxError> {
+    let config = stream::Config {
+        name: subject.replace('.', "_"),
+        subjects: vec![subject.to_owned()],
+        retention: stream::RetentionPolicy::WorkQueue,
+        ..Default::default()
+    };
+    Ok(jetstream.get_or_create_stream(config).await?)
+}
+
+/// Answers when the stream has it. The server's own headers stay behind: with the id that it knows a message by,
+/// a redrive would be taken for a duplicate.
+pub async fn publish(
+    jetstream: &Context,
+    subject: String,
+    headers: &Headers,
+    body: Vec<u8>,
+) -> Result<(), BoxError> {
+    let mut sent = HeaderMap::new();
+    for (name, value) in headers
+        .iter()
+        .filter(|(name, _)| !name.starts_with("Nats-"))
+    {
+        if let (Ok(name), Ok(value)) = (name.parse::<HeaderName>(), value.parse::<HeaderValue>()) {
+            sent.insert(name, value);
+        }
+    }
+    jetstream
+        .publish_with_headers(subject, sent, body.into())
+        .await?
+        .await?;
+    Ok(())
+}
