@@ -25,6 +25,8 @@ RABBITMQ_URL = os.environ.get("RABBITMQ_URL", "amqp://127.0.0.1:5672")
 LIMIT = 100_000
 # For each step, in seconds. A copy that came while the first one was being charged is put off for some of them.
 DEADLINE = 60
+# Those that came, looked at between two polls: an exception from a handler can get lost inside of pika.
+signals = []
 
 
 class Deviation(Exception):
@@ -97,7 +99,7 @@ class Run:
         self.dead = f"{self.queue}.dlq"
         self.record = f"{self.queue}:seen:"
         self.out, self.err = Path(logs, "out"), Path(logs, "err")
-        self.ids = []
+        self.ids, self.step = [], "producing"
 
     def payment(self, cents):
         """The bytes of a new one, and the line that says that it was charged."""
@@ -118,16 +120,54 @@ class Run:
         """All that was charged so far, by any worker."""
         return [line for line in self.out.read_text().splitlines() if line.startswith("charged ")]
 
-    def work(self, limit, done):
-        """Has a worker work until that is so and the queue is empty, then ends it."""
-        deadline = time.monotonic() + DEADLINE
-        while True:
-            self.worker(limit, done, deadline)
-            # What it had in its hands when it was told to end it may have put off.
-            if self.broker.length(self.queue) == 0:
-                return
+    def story(self):
+        body, charge = self.payment(9_990)
+        self.produce(body, body)
+        self.work("one payment, produced twice", LIMIT, [charge])
 
-    def worker(self, limit, done, deadline):
+        # To a new process, as each time.
+        self.produce(body)
+        self.work("the same bytes again, after a restart", LIMIT, [charge])
+
+        failing, late_charge = self.payment(2 * LIMIT)
+        self.produce(failing)
+        self.work("a payment above the limit", LIMIT, [charge], dead=1)
+
+        self.step = "the redrive"
+        moved = [(item.message_id, item.reason, item.to, item.redriven) for item in self.redrive()]
+        expected = [(self.ids[1], "failed", self.queue, True)]
+        check(moved == expected, f"moved {moved}, not {expected}")
+        lengths = self.broker.length(self.dead), self.broker.length(self.queue)
+        check(lengths == (0, 1), f"left {lengths} on the dead-letter queue and the queue, not (0, 1)")
+        self.work("redriven, with a higher limit", 2 * LIMIT, [charge, late_charge])
+
+        self.produce(body, failing)
+        self.work("both once more, with the old limit", LIMIT, [charge, late_charge])
+
+    def work(self, step, limit, charges, dead=0):
+        """Has a worker work until the queue is empty, and checks what came of it."""
+        self.step = step
+        deadline = time.monotonic() + DEADLINE
+
+        def found():
+            return self.charged(), self.broker.length(self.dead), self.broker.length(self.queue)
+
+        def done():
+            charged, on_dead, left = found()
+            if time.monotonic() > deadline:
+                raise Deviation(f"not done after {DEADLINE} s: charged {charged}, {on_dead} dead, {left} left")
+            return len(charged) >= len(charges) and on_dead >= dead and left == 0
+
+        self.worker(limit, done)
+        # What it had in its hands when it was told to end it may have put off.
+        while self.broker.length(self.queue) > 0:
+            self.worker(limit, done)
+        expected = charges, dead, 0
+        check(found() == expected, f"charged, dead and left are {found()}, not {expected}")
+        print(f"{step}: {len(charges)} charged, {dead} dead-lettered")
+
+    def worker(self, limit, done):
+        """Has a worker work until that is so, then ends it, which is to go well."""
         settings = {
             "BROKER_URL": self.broker.url,
             "STORE_URL": REDIS_URL,
@@ -139,54 +179,18 @@ class Run:
             env = {**os.environ, **settings}
             process = subprocess.Popen([self.executable], stdout=out, stderr=err, env=env)
         try:
-            while not (done() and self.broker.length(self.queue) == 0):
+            while not done():
+                check(not signals, "interrupted")
                 check(process.poll() is None, f"the worker ended by itself, with {process.returncode}")
-                check(time.monotonic() < deadline, f"not done after {DEADLINE} s")
                 time.sleep(0.05)
             process.terminate()
-            try:
-                code = process.wait(DEADLINE)
-            except subprocess.TimeoutExpired:
-                raise Deviation(f"the worker did not end within {DEADLINE} s of SIGTERM")
-            check(code == 0, f"the worker ended with {code} on SIGTERM")
+            code = process.wait(DEADLINE)
+            check(code == 0, f"the worker ended with {code} on SIGTERM, not with 0")
+        except subprocess.TimeoutExpired:
+            raise Deviation(f"the worker did not end within {DEADLINE} s of SIGTERM")
         finally:
             process.kill()
             process.wait()
-
-    def story(self):
-        body, charge = self.payment(9_990)
-        self.produce(body, body)
-        self.work(LIMIT, done=lambda: charge in self.charged())
-        self.expect("one payment, produced twice", [charge], dead=0)
-
-        # To a new process.
-        self.produce(body)
-        self.work(LIMIT, done=lambda: True)
-        self.expect("the same bytes again, after a restart", [charge], dead=0)
-
-        failing, late_charge = self.payment(2 * LIMIT)
-        self.produce(failing)
-        self.work(LIMIT, done=lambda: self.broker.length(self.dead) == 1)
-        self.expect("a payment above the limit", [charge], dead=1)
-
-        moved = [(item.message_id, item.reason, item.to, item.redriven) for item in self.redrive()]
-        expected = [(self.ids[1], "failed", self.queue, True)]
-        check(moved == expected, f"the redrive moved {moved}, not {expected}")
-        lengths = self.broker.length(self.dead), self.broker.length(self.queue)
-        check(lengths == (0, 1), f"after the redrive, {lengths} on the dead-letter queue and the queue")
-
-        self.work(2 * LIMIT, done=lambda: late_charge in self.charged())
-        self.expect("redriven, with a higher limit", [charge, late_charge], dead=0)
-
-        self.produce(body, failing)
-        self.work(LIMIT, done=lambda: True)
-        self.expect("both once more, with the old limit", [charge, late_charge], dead=0)
-
-    def expect(self, what, charges, dead):
-        charged, on_dead = self.charged(), self.broker.length(self.dead)
-        check(charged == charges, f"{what}: charged {charged}, not {charges}")
-        check(on_dead == dead, f"{what}: {on_dead} on the dead-letter queue, not {dead}")
-        print(f"{what}: {len(charged)} charged, {on_dead} dead-lettered")
 
     def remove(self):
         self.broker.remove(self.queue)
@@ -201,13 +205,13 @@ def main(names):
     if unknown:
         print(f"payments: {unknown[0]!r} is no broker; expected {' or '.join(brokers)}", file=sys.stderr)
         return 2
-    # So that what is to be removed at the end is removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         workers = build()
     except Deviation as error:
         print(f"payments: {error}", file=sys.stderr)
         return 1
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
     for name in names or brokers:
         print(f"== {name}")
         with tempfile.TemporaryDirectory() as logs:
@@ -218,10 +222,10 @@ def main(names):
                 finally:
                     run.remove()
             except (Deviation, redis.RedisError, pika.exceptions.AMQPError) as error:
-                print(f"payments: {name}: {type(error).__name__}: {error}", file=sys.stderr)
-                if run.err.exists():
-                    print("the worker said:", run.err.read_text()[-4000:], sep="\n", file=sys.stderr)
-                return 1
+                print(f"payments: {name}: {run.step}: {str(error) or repr(error)}", file=sys.stderr)
+                if run.err.exists() and run.err.stat().st_size > 0:
+                    print("its workers said:", run.err.read_text()[-4000:], sep="\n", file=sys.stderr)
+                return 128 + signals[0] if signals else 1
     print("payments: ok")
     return 0
 
