@@ -8,6 +8,13 @@ mod claim;
     feature = "mysql",
     feature = "sqlite"
 ))]
+mod entry;
+#[cfg(any(
+    feature = "redis",
+    feature = "postgres",
+    feature = "mysql",
+    feature = "sqlite"
+))]
 #[cfg_attr(
     docsrs,
     doc(cfg(any(
@@ -36,6 +43,22 @@ pub mod sql;
 ))]
 mod ttl;
 
+#[cfg(any(
+    feature = "redis",
+    feature = "postgres",
+    feature = "mysql",
+    feature = "sqlite"
+))]
+#[cfg_attr(
+    docsrs,
+    doc(cfg(any(
+        feature = "redis",
+        feature = "postgres",
+        feature = "mysql",
+        feature = "sqlite"
+    )))
+)]
+pub use self::entry::{Entry, EntryState, Stats};
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use self::redis::{RedisStore, RedisStoreBuilder};

@@ -103,7 +103,7 @@
 //! * Its `seen` (`GET`, compared with `2`) takes our claims for not seen.
 
 use super::{
-    Claim, ClaimStore, Lease, Owner, Store,
+    Claim, ClaimStore, Entry, EntryState, Lease, Owner, Stats, Store,
     ttl::{DEFAULT_TTL, Ttl},
 };
 use crate::{
@@ -224,6 +224,50 @@ impl RedisStore {
     #[must_use]
     pub fn eviction_policy(&self) -> Option<&str> {
         self.record.eviction_policy.as_deref()
+    }
+
+    /// What is recorded of this message: why its next delivery would be skipped or parked.
+    ///
+    /// Redis keeps neither since when it is so nor who marked it done.
+    ///
+    /// # Errors
+    ///
+    /// As of [any command](RedisStore#errors).
+    ///
+    /// # Cancel safety
+    ///
+    /// It writes nothing.
+    pub async fn entry(&self, id: &MessageId) -> Result<Option<Entry>, BackendError> {
+        let read = |answer: Answer, _: &str| told_of_entry(&answer.value);
+        self.run(&self.record.link, &ENTRY, id, Vec::new(), read)
+            .await
+    }
+
+    /// Counts the keys under the prefix, which takes a look at every key of the database (`SCAN`, a
+    /// thousand at a time, and `MGET` for their values).
+    ///
+    /// Keys that come or go meanwhile may be counted or not, and one may be counted twice while the server
+    /// moves its keys to a larger table.
+    ///
+    /// # Errors
+    ///
+    /// As of [any command](RedisStore#errors), and [`Config`](BackendErrorKind::Config) with a
+    /// cluster, where keys are to be counted node by node.
+    ///
+    /// # Cancel safety
+    ///
+    /// It writes nothing.
+    pub async fn stats(&self) -> Result<Stats, BackendError> {
+        let record = self.record.clone();
+        if let Source::Cluster(_) = *record.link.source {
+            let expected = "a connection to each of its nodes, whose counts make the sum";
+            return Err(ConfigError::new("stats", "asked of a cluster", expected).into());
+        }
+        in_runtime(async move {
+            let counted = count(&record.link, &record.prefix).await;
+            counted.map_err(|error| backend_error(error, &record.prefix))
+        })
+        .await
     }
 
     fn key(&self, id: &MessageId) -> String {
@@ -398,6 +442,15 @@ return 0",
     )
 });
 
+/// The value with what is left of it.
+static ENTRY: LazyLock<Script> = LazyLock::new(|| {
+    Script::new(
+        "local found = call('GET', KEYS[1])
+if not found or type(found) == 'table' then return found end
+return {found, call('PTTL', KEYS[1])}",
+    )
+});
+
 impl Script {
     fn new(steps: &str) -> Self {
         let code = [CALL, steps].concat();
@@ -437,6 +490,71 @@ fn told_of_claim(answer: &Value, key: &str, asked: Duration) -> Claim {
         _ => asked,
     };
     Claim::Busy { retry_after }
+}
+
+fn told_of_entry(answer: &Value) -> Option<Entry> {
+    let Value::Array(answer) = answer else {
+        return None;
+    };
+    let [Value::BulkString(found), Value::Int(left)] = answer.as_slice() else {
+        return None;
+    };
+    let owner = found.strip_prefix(b"1:").filter(|owner| is_owner(owner));
+    Some(Entry {
+        state: match found.as_slice() {
+            b"2" => EntryState::Done,
+            // As BabelQueue's PHP SDK claims.
+            b"1" => EntryState::Claimed,
+            _ if owner.is_some() => EntryState::Claimed,
+            _ => EntryState::Foreign,
+        },
+        owner: owner.map(|owner| String::from_utf8_lossy(owner).into_owned()),
+        since: None,
+        expires_in: u64::try_from(*left).ok().map(Duration::from_millis),
+    })
+}
+
+fn is_owner(text: &[u8]) -> bool {
+    let is_digit = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    text.len() == 32 && text.iter().all(is_digit)
+}
+
+async fn count(link: &Arc<Link>, prefix: &str) -> RedisResult<Stats> {
+    let pattern = format!("{}*", as_pattern(prefix));
+    let mut stats = Stats::default();
+    let mut cursor = "0".to_owned();
+    loop {
+        let mut scan = redis::cmd("SCAN");
+        scan.arg(&cursor).arg("MATCH").arg(&pattern);
+        scan.arg("COUNT").arg(1000);
+        let answer = link.query(&scan).await?;
+        let (next, keys): (String, Vec<Vec<u8>>) = redis::from_redis_value(answer)?;
+        if !keys.is_empty() {
+            let mut get = redis::cmd("MGET");
+            get.arg(keys);
+            let values: Vec<Option<Vec<u8>>> = redis::from_redis_value(link.query(&get).await?)?;
+            for value in values.into_iter().flatten() {
+                stats.count += 1;
+                stats.claimed += u64::from(value != b"2");
+            }
+        }
+        if next == "0" {
+            return Ok(stats);
+        }
+        cursor = next;
+    }
+}
+
+/// A text as a pattern of `SCAN` that matches it alone.
+fn as_pattern(text: &str) -> String {
+    let mut pattern = String::with_capacity(text.len());
+    for char in text.chars() {
+        if matches!(char, '*' | '?' | '[' | '\\') {
+            pattern.push('\\');
+        }
+        pattern.push(char);
+    }
+    pattern
 }
 
 #[cfg_attr(not(feature = "tracing"), allow(unused_variables))]

@@ -10,6 +10,7 @@ use crate::{
     id::MessageId,
     store::{
         claim::{Claim, Lease, Owner},
+        entry::{Entry, Stats},
         ttl::Ttl,
     },
 };
@@ -216,6 +217,19 @@ pub trait Backend: Sized + Send + Sync + 'static {
         owner: &str,
         patience: Duration,
     ) -> impl Future<Output = Result<Held, BackendError>> + Send;
+
+    /// Reads what a table of our own says of an id.
+    fn entry(
+        &self,
+        connection: &mut <Self::Db as Database>::Connection,
+        key: &str,
+    ) -> impl Future<Output = Result<Option<Entry>, BackendError>> + Send;
+
+    /// Counts the rows of a table of our own.
+    fn stats(
+        &self,
+        connection: &mut <Self::Db as Database>::Connection,
+    ) -> impl Future<Output = Result<Stats, BackendError>> + Send;
 
     /// What begins a transaction that may write.
     fn begin(isolation: Option<Isolation>) -> &'static str;
@@ -465,6 +479,60 @@ impl<B: Backend> Ask<B> for Holding {
     }
 }
 
+/// What is recorded of an id.
+struct Look {
+    key: String,
+}
+
+impl<B: Backend> Ask<B> for Look {
+    type Answer = Option<Entry>;
+
+    async fn send(
+        &self,
+        backend: &B,
+        connection: &mut ConnectionOf<B>,
+        _: Duration,
+    ) -> Result<Option<Entry>, BackendError> {
+        backend.entry(connection, &self.key).await
+    }
+
+    fn lasts(&self, _: &Option<Entry>, _: &Settings) -> Option<i64> {
+        None
+    }
+}
+
+/// How much is recorded.
+struct Count;
+
+impl<B: Backend> Ask<B> for Count {
+    type Answer = Stats;
+
+    async fn send(
+        &self,
+        backend: &B,
+        connection: &mut ConnectionOf<B>,
+        _: Duration,
+    ) -> Result<Stats, BackendError> {
+        backend.stats(connection).await
+    }
+
+    fn lasts(&self, _: &Stats, _: &Settings) -> Option<i64> {
+        None
+    }
+}
+
+/// The count of [`Backend::stats`]: those that are not over, those of them that are not done, those that
+/// are over, and since when the oldest is as it is. `name` is the table as it is quoted, `now` the clock.
+pub(super) fn count(name: &str, now: &str) -> String {
+    format!(
+        "SELECT COUNT(CASE WHEN live THEN 1 END) AS count, \
+         COUNT(CASE WHEN live AND state <> 'done' THEN 1 END) AS claimed, \
+         COUNT(CASE WHEN live THEN NULL ELSE 1 END) AS expired, \
+         MIN(CASE WHEN live THEN since END) AS oldest \
+         FROM (SELECT state, since, (expires_at IS NULL OR expires_at > {now}) AS live FROM {name}) AS records"
+    )
+}
+
 // ===== what they share =====
 
 /// What the clones of a store share.
@@ -602,6 +670,22 @@ impl<B: Backend> Core<B> {
                 _ => core.alone(&runtime, ask).await,
             }
         }
+    }
+
+    pub(super) async fn entry(
+        self: &Arc<Self>,
+        id: &MessageId,
+    ) -> Result<Option<Entry>, BackendError> {
+        let runtime = runtime()?;
+        let key = self.column(&runtime).await?.key(id)?;
+        self.alone(&runtime, Arc::new(Look { key })).await
+    }
+
+    pub(super) async fn stats(self: &Arc<Self>) -> Result<Stats, BackendError> {
+        let runtime = runtime()?;
+        // A table that will not do is told of as everywhere else.
+        self.column(&runtime).await?;
+        self.alone(&runtime, Arc::new(Count)).await
     }
 
     /// Says that a claim was met that no worker here can have made.
@@ -946,14 +1030,14 @@ impl<B: Backend> Core<B> {
         }
     }
 
-    /// Deletes batch after batch until one is not full.
+    /// Deletes batch after batch until one is not full, or until it is stopped at some number.
     pub(super) async fn purge(
         &self,
-        stop: &(impl Fn() -> bool + Sync),
+        stop: &(impl Fn(u64) -> bool + Sync),
     ) -> Result<u64, BackendError> {
         let mut total = 0;
         let mut pause = FIRST_PAUSE;
-        while !stop() {
+        while !stop(total) {
             let mut connection = self.acquire().await?;
             let batch = self.backend.purge(&mut connection);
             let batch = match timeout(self.settings.response_timeout, batch).await {

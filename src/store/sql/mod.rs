@@ -94,7 +94,7 @@ use super::ttl::{DEFAULT_TTL, Ttl};
 use crate::{
     error::{BackendError, ConfigError},
     id::MessageId,
-    store::{Claim, ClaimStore, Lease, Owner, Store},
+    store::{Claim, ClaimStore, Entry, Lease, Owner, Stats, Store},
 };
 use sqlx::Pool;
 use std::{
@@ -187,12 +187,64 @@ impl<B: Backend> SqlStore<B> {
     ///
     /// Dropped, it ends after the statement that is under way.
     pub async fn purge(&self) -> Result<u64, BackendError> {
+        self.purge_while(|_| true).await
+    }
+
+    /// [`purge`](SqlStore::purge), which may be ended between two statements: `go_on` is asked before each
+    /// one, and told how many rows were deleted until then.
+    ///
+    /// Answers with the number of rows that were deleted when it ended, either way.
+    ///
+    /// # Panics
+    ///
+    /// A panic of `go_on` ends the purge with an error.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropped, it ends after the statement that is under way.
+    pub async fn purge_while(
+        &self,
+        go_on: impl Fn(u64) -> bool + Send + Sync + 'static,
+    ) -> Result<u64, BackendError> {
         let core = self.core.clone();
         task(|reply| async move {
-            let deleted = core.purge(&|| reply.is_closed()).await;
+            let stop = |deleted| reply.is_closed() || !go_on(deleted);
+            let deleted = core.purge(&stop).await;
             let _ = reply.send(deleted);
         })
         .await
+    }
+
+    /// What is recorded of this message: why its next delivery would be skipped or parked.
+    ///
+    /// `None` when there is no row. One that is over is told of as long as it is there, see
+    /// [`Entry::expires_in`].
+    ///
+    /// # Errors
+    ///
+    /// What [`seen`](Store::seen) fails with.
+    ///
+    /// # Cancel safety
+    ///
+    /// It writes nothing.
+    pub async fn entry(&self, id: &MessageId) -> Result<Option<Entry>, BackendError> {
+        self.core.entry(id).await
+    }
+
+    /// Counts the rows of the table, in one statement that reads all of it.
+    ///
+    /// Some million rows take seconds: that is to be within the
+    /// [`response_timeout`](SqlStoreBuilder::response_timeout) of this store.
+    ///
+    /// # Errors
+    ///
+    /// What [`seen`](Store::seen) fails with.
+    ///
+    /// # Cancel safety
+    ///
+    /// It writes nothing; dropped, the statement is still finished.
+    pub async fn stats(&self) -> Result<Stats, BackendError> {
+        self.core.stats().await
     }
 
     /// Purges now and then every `interval`, give or take a fourth of it, so that workers do not all
@@ -525,7 +577,7 @@ fn purge_every<B: Backend>(
     let mut asked = Stop(asked);
     let task = runtime()?.spawn(async move {
         while !asked.is_asked() {
-            let purged = core.purge(&|| asked.is_asked()).await;
+            let purged = core.purge(&|_| asked.is_asked()).await;
             // A panic of who listens ends no purge.
             if let Err(payload) = catch_unwind(AssertUnwindSafe(|| told(purged))) {
                 // What it threw may panic again when it is dropped.

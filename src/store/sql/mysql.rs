@@ -3,14 +3,17 @@
 use super::{
     engine::{
         Backend, CLAIM_GRACE, Command, Held, Hold, InTransaction, Isolation, Layout, Migrated,
-        OPEN_LEASE, PURGE_BATCH, Settings, columns_fit, expect_scheme, failed, missing,
+        OPEN_LEASE, PURGE_BATCH, Settings, columns_fit, count, expect_scheme, failed, missing,
         no_connection, remaining, unfit,
     },
     key::{Column, Table},
 };
 use crate::{
     error::{BackendError, BackendErrorKind, ConfigError},
-    store::ttl::Ttl,
+    store::{
+        entry::{Entry, Stats},
+        ttl::Ttl,
+    },
 };
 use sqlx::{
     AssertSqlSafe, Executor, MySql, MySqlConnection, MySqlPool, Row,
@@ -467,6 +470,45 @@ impl Backend for MySqlTable {
             (_, Some(_)) => Ok(Held::Yes),
             (_, None) => Ok(Held::No),
         }
+    }
+
+    async fn entry(
+        &self,
+        connection: &mut MySqlConnection,
+        key: &str,
+    ) -> Result<Option<Entry>, BackendError> {
+        let statement = format!(
+            "SELECT CAST(state AS CHAR), CAST(owner AS CHAR), since, expires_at - {NOW} \
+             FROM {} WHERE message_id = ?",
+            self.table.quoted('`')
+        );
+        let query = sqlx::query(AssertSqlSafe(statement)).bind(key);
+        let row = query.fetch_optional(connection).await;
+        let entry = |row: MySqlRow| {
+            let state: String = row.try_get(0)?;
+            let (since, left) = (row.try_get(2)?, row.try_get(3)?);
+            Ok(Entry::of_row(&state, row.try_get(1)?, since, left))
+        };
+        let row = row.map_err(|error| self.explained(error))?;
+        row.map(entry).transpose().map_err(failed::<Self>)
+    }
+
+    async fn stats(&self, connection: &mut MySqlConnection) -> Result<Stats, BackendError> {
+        let count = count(&self.table.quoted('`'), START);
+        let row = connection
+            .fetch_one(sqlx::raw_sql(AssertSqlSafe(count)))
+            .await
+            .map_err(|error| self.explained(error))?;
+        let columns = || {
+            let (count, claimed) = (row.try_get(0)?, row.try_get(1)?);
+            Ok(Stats::of_row(
+                count,
+                claimed,
+                row.try_get(2)?,
+                row.try_get(3)?,
+            ))
+        };
+        columns().map_err(failed::<Self>)
     }
 
     fn begin(isolation: Option<Isolation>) -> &'static str {

@@ -4,14 +4,17 @@ use super::{
     SqlStoreBuilder,
     engine::{
         Backend, CLAIM_GRACE, Command, Held, Hold, InTransaction, Isolation, Layout, Migrated,
-        OPEN_LEASE, PURGE_BATCH, Settings, columns_fit, expect_scheme, failed, missing,
+        OPEN_LEASE, PURGE_BATCH, Settings, columns_fit, count, expect_scheme, failed, missing,
         no_connection, remaining, unfit,
     },
     key::{Column, Table},
 };
 use crate::{
     error::{BackendError, BackendErrorKind},
-    store::ttl::Ttl,
+    store::{
+        entry::{Entry, Stats},
+        ttl::Ttl,
+    },
 };
 use sqlx::{
     AssertSqlSafe, Executor, PgConnection, PgPool, Postgres, Row,
@@ -339,6 +342,23 @@ impl PostgresTable {
     }
 }
 
+/// The four values of an answer, with a blank between them. Only the last one may have some.
+fn told(row: &str) -> Result<[&str; 4], BackendError> {
+    let mut values = row.splitn(4, ' ');
+    match [(); 4].map(|()| values.next()) {
+        [Some(a), Some(b), Some(c), Some(d)] => Ok([a, b, c, d]),
+        _ => Err(mixed_up()),
+    }
+}
+
+/// A number of an answer; a null is empty.
+fn number(text: &str) -> Result<Option<i64>, BackendError> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    text.parse().map(Some).map_err(|_| mixed_up())
+}
+
 /// What stands for `$1`, `$2` and so on.
 #[derive(Clone, Copy, Debug)]
 enum Parameter<'a> {
@@ -644,6 +664,45 @@ impl Backend for PostgresTable {
             }
             Err(error) => Err(error),
         }
+    }
+
+    async fn entry(
+        &self,
+        connection: &mut PgConnection,
+        key: &str,
+    ) -> Result<Option<Entry>, BackendError> {
+        let (name, identity) = (self.table.quoted('"'), &self.identity);
+        let statement = format!(
+            "SELECT (SELECT concat(since, ' ', expires_at - {NOW}, ' ', owner, ' ', state) \
+             FROM {name} WHERE message_id = $1::text), $2::text = 'entry {identity}'"
+        );
+        let parameters = [Parameter::Text(key), Parameter::Identity("entry", identity)];
+        let row = self.row(connection, &statement.into(), &parameters).await?;
+        row.map(|row| {
+            let [since, left, owner, state] = told(&row)?;
+            let owner = Some(owner.to_owned()).filter(|owner| !owner.is_empty());
+            let since = number(since)?.unwrap_or_default();
+            Ok(Entry::of_row(state, owner, since, number(left)?))
+        })
+        .transpose()
+    }
+
+    async fn stats(&self, connection: &mut PgConnection) -> Result<Stats, BackendError> {
+        let (name, identity) = (self.table.quoted('"'), &self.identity);
+        let statement = format!(
+            "SELECT concat(count, ' ', claimed, ' ', expired, ' ', oldest), \
+             $1::text = 'stats {identity}' FROM ({}) AS counted",
+            count(&name, START)
+        );
+        let parameters = [Parameter::Identity("stats", identity)];
+        let row = self.row(connection, &statement.into(), &parameters).await?;
+        let [count, claimed, expired, oldest] = told(row.as_deref().unwrap_or_default())?;
+        Ok(Stats::of_row(
+            number(count)?.unwrap_or_default(),
+            number(claimed)?.unwrap_or_default(),
+            number(expired)?.unwrap_or_default(),
+            number(oldest)?,
+        ))
     }
 
     fn begin(isolation: Option<Isolation>) -> &'static str {

@@ -3,14 +3,17 @@
 use super::{
     engine::{
         Backend, CLAIM_GRACE, Command, Held, Hold, InTransaction, Isolation, Layout, Migrated,
-        OPEN_LEASE, PURGE_BATCH, Settings, expect_scheme, failed, missing, no_connection,
+        OPEN_LEASE, PURGE_BATCH, Settings, count, expect_scheme, failed, missing, no_connection,
         remaining, unfit,
     },
     key::{Column, Table},
 };
 use crate::{
     error::{BackendError, BackendErrorKind, ConfigError},
-    store::ttl::Ttl,
+    store::{
+        entry::{Entry, Stats},
+        ttl::Ttl,
+    },
 };
 use sqlx::{
     AssertSqlSafe, Connection, Executor, Row, Sqlite, SqliteConnection, SqlitePool,
@@ -391,6 +394,47 @@ impl Backend for SqliteTable {
             None => Ok(Held::No),
         };
         held.map_err(failed::<Self>)
+    }
+
+    async fn entry(
+        &self,
+        connection: &mut SqliteConnection,
+        key: &str,
+    ) -> Result<Option<Entry>, BackendError> {
+        let statement = format!(
+            "SELECT state, owner, since, expires_at - {NOW} FROM {} WHERE message_id = ?1",
+            self.table.quoted('"')
+        );
+        let query = sqlx::query(AssertSqlSafe(statement)).bind(key);
+        let row = match query.fetch_optional(&mut *connection).await {
+            Ok(row) => row,
+            Err(error) => return Err(self.explained(error, connection).await),
+        };
+        let entry = |row: SqliteRow| {
+            let state: String = row.try_get(0)?;
+            let (since, left) = (row.try_get(2)?, row.try_get(3)?);
+            Ok(Entry::of_row(&state, row.try_get(1)?, since, left))
+        };
+        row.map(entry).transpose().map_err(failed::<Self>)
+    }
+
+    async fn stats(&self, connection: &mut SqliteConnection) -> Result<Stats, BackendError> {
+        let count = count(&self.table.quoted('"'), NOW);
+        let counted = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(count)));
+        let row = match counted.await {
+            Ok(row) => row,
+            Err(error) => return Err(self.explained(error, connection).await),
+        };
+        let columns = || {
+            let (count, claimed) = (row.try_get(0)?, row.try_get(1)?);
+            Ok(Stats::of_row(
+                count,
+                claimed,
+                row.try_get(2)?,
+                row.try_get(3)?,
+            ))
+        };
+        columns().map_err(failed::<Self>)
     }
 
     /// The file is locked at once: a transaction that reads first cannot wait for it later.
