@@ -14,8 +14,11 @@ use lapin::{
     options::*,
     types::{FieldTable, ShortString},
 };
-use tower_idempotency::{BoxError, Envelope, envelope::Headers};
-use worker::{amqp, list, subject};
+use tower_idempotency::{
+    BoxError, Envelope,
+    envelope::{Headers, frame},
+};
+use worker::{amqp, subject};
 
 #[derive(Parser)]
 struct Args {
@@ -90,7 +93,7 @@ async fn to_redis(args: &Args, messages: &[Envelope]) -> Result<(), BoxError> {
     let client = redis::Client::open(&*args.broker)?;
     let mut connection = client.get_multiplexed_async_connection().await?;
     for messages in messages.chunks(100) {
-        let stored: Vec<Vec<u8>> = messages.iter().map(list::frame).collect();
+        let stored: Vec<Vec<u8>> = messages.iter().map(frame).collect();
         let mut push = redis::cmd("RPUSH");
         push.arg(&args.queue)
             .arg(stored)

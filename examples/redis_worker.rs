@@ -19,10 +19,13 @@ use std::{
     time::{Duration, Instant},
 };
 use tower::{service_fn, util::BoxCloneSyncService};
-use tower_idempotency::{BoxError, Envelope, envelope::Headers};
+use tower_idempotency::{
+    BoxError, Envelope,
+    envelope::{Headers, frame, unframe},
+};
 use worker::{
     Consumer, Deliveries, Outage, Publisher, Settings, Settle, Stack, Stop,
-    list::{Queue, Reservation, frame, unframe},
+    list::{Queue, Reservation},
 };
 
 /// How soon an empty queue is looked at again; the pause doubles up to a second.

@@ -49,6 +49,10 @@
 //! parsing. A key that the format knows is normalised: an escaped character becomes the
 //! character itself, and a null is the same as a missing key.
 
+mod frame;
+
+pub use self::frame::{frame, unframe};
+
 use crate::{
     id::MessageId,
     json::{self, Extras, Member},

@@ -3,10 +3,7 @@
 #![allow(dead_code)]
 
 use redis::{RedisResult, Script, aio::MultiplexedConnection};
-use serde::Serialize;
-use serde_json::{Map, Value};
-use std::{collections::BTreeMap, time::Duration};
-use tower_idempotency::{Envelope, envelope::Headers};
+use std::time::Duration;
 
 /// Takes the oldest message, for a number of seconds, in the name of a token.
 const RESERVE: &str = "local raw = redis.call('LMOVE', KEYS[1], KEYS[2], 'LEFT', 'RIGHT')
@@ -126,57 +123,4 @@ impl Queue {
 fn seconds(time: Duration) -> Vec<u8> {
     let up = u64::from(time.subsec_nanos() > 0);
     (time.as_secs() + up).to_string().into()
-}
-
-/// A message with its headers, which bare bytes have no place for.
-#[derive(Serialize)]
-struct Frame<'a> {
-    __bq_frame: u8,
-    headers: BTreeMap<&'a str, &'a str>,
-    body: &'a str,
-}
-
-/// What is stored for a message.
-pub fn frame(message: &Envelope) -> Vec<u8> {
-    let (body, headers) = (message.encode(), message.headers());
-    let headers: BTreeMap<&str, &str> = headers
-        .iter()
-        .filter(|(name, value)| !name.is_empty() && !value.is_empty())
-        .collect();
-    if headers.is_empty() {
-        return body.into();
-    }
-    let frame = Frame {
-        __bq_frame: 1,
-        headers,
-        body: &body,
-    };
-    serde_json::to_vec(&frame).expect("texts can be written")
-}
-
-/// The body and the headers, if what is stored is a frame.
-pub fn unframe(stored: &[u8]) -> Option<(String, Headers)> {
-    const MARK: &[u8] = br#""__bq_frame""#;
-    if !stored.starts_with(b"{") || !stored.windows(MARK.len()).any(|it| it == MARK) {
-        return None;
-    }
-    let mut frame: Map<String, Value> = serde_json::from_slice(stored).ok()?;
-    frame
-        .get("__bq_frame")
-        .and_then(Value::as_i64)
-        .filter(|version| *version != 0)?;
-    let Value::String(body) = frame.remove("body")? else {
-        return None;
-    };
-    let headers = frame.get("headers").and_then(Value::as_object);
-    let texts = headers
-        .into_iter()
-        .flatten()
-        .filter_map(|(name, value)| Some((name.as_str(), value.as_str()?)));
-    Some((
-        body,
-        texts
-            .filter(|(name, value)| !name.is_empty() && !value.is_empty())
-            .collect(),
-    ))
 }
