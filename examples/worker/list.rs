@@ -14,16 +14,18 @@ const KEEP: &str = "if not redis.call('ZSCORE', KEYS[3], ARGV[1]) then return 0 
 redis.call('ZADD', KEYS[3], 'XX', redis.call('TIME')[1] + ARGV[2], ARGV[1])
 return 1";
 /// Takes a message away, to the dead letters if there is something to put there; unless its reservation has lapsed.
-const SETTLE: &str = "if redis.call('ZREM', KEYS[3], ARGV[1]) == 0 then return 0 end
-redis.call('LREM', KEYS[2], 1, string.sub(ARGV[1], 34))
+const SETTLE: &str = "if not redis.call('ZSCORE', KEYS[3], ARGV[1]) then return 0 end
 if ARGV[2] then redis.call('RPUSH', KEYS[4], ARGV[2]) end
+redis.call('LREM', KEYS[2], 1, string.sub(ARGV[1], 34))
+redis.call('ZREM', KEYS[3], ARGV[1])
 return 1";
 /// Puts messages whose reservation has lapsed behind all others.
 const SWEEP: &str = "local due = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', redis.call('TIME')[1], 'LIMIT', 0, ARGV[1])
 for _, member in ipairs(due) do
   local raw = string.sub(member, 34)
-  if #member >= 34 and string.byte(member, 33) == 58 and redis.call('LREM', KEYS[2], 1, raw) == 1 then
+  if #member >= 34 and string.byte(member, 33) == 58 and redis.call('LPOS', KEYS[2], raw) then
     redis.call('RPUSH', KEYS[1], raw)
+    redis.call('LREM', KEYS[2], 1, raw)
   end
   redis.call('ZREM', KEYS[3], member)
 end
