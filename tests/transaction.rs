@@ -9,7 +9,7 @@ mod statements;
 mod world;
 
 use services::{Bouncer, PATIENCE};
-use sqlx::Pool;
+use sqlx::{Pool, sqlite::SqlitePoolOptions};
 use std::{
     error::Error,
     fmt,
@@ -29,8 +29,8 @@ use tokio::{
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tower_idempotency::{
-    BoxError, MessageId, Outcome, Parked, Store, StoreError, TransactionLayer, Unfinished,
-    WithTransaction,
+    BoxError, Envelope, MessageId, Outcome, Parked, Store, StoreError, TransactionLayer,
+    Unfinished, WithTransaction,
     error::{BackendError, BackendErrorKind, Operation, UnfinishedCause, is_transient},
     event::Event,
     store::{Claim, ClaimStore, Lease, Owner},
@@ -2334,4 +2334,32 @@ mod in_sqlite {
         assert_eq!(desk.world.count().await, 2000);
         desk.close().await;
     }
+}
+
+#[tokio::test]
+async fn a_duplicate_says_when_its_message_was_made() {
+    let pool = SqlitePoolOptions::new().max_connections(1);
+    let pool = pool.connect("sqlite::memory:").await.unwrap();
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let list = told.clone();
+    let layer = TransactionLayer::new(pool, "seen").unwrap();
+    layer.migrate().await.unwrap();
+    let layer = layer.on_event(move |event| {
+        if let Event::Duplicate { created_at, .. } = event {
+            list.lock().unwrap().push(*created_at);
+        }
+    });
+    let handler = |_: WithTransaction<Envelope, sqlx::Sqlite>| async { Ok::<_, BoxError>(()) };
+    for made in ["1", "1", "-7", "null"] {
+        let body = format!(
+            r#"{{"job":"urn:x","data":{{}},"meta":{{"id":"a","created_at":{made},"schema_version":1}}}}"#
+        );
+        let message = Envelope::decode(body.as_bytes()).unwrap();
+        layer
+            .layer(service_fn(handler))
+            .oneshot(message)
+            .await
+            .unwrap();
+    }
+    assert_eq!(*told.lock().unwrap(), [Some(1), Some(-7), None]);
 }
