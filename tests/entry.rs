@@ -2,7 +2,6 @@
 #![allow(missing_docs)]
 
 #[path = "support/services.rs"]
-#[allow(dead_code)]
 mod services;
 
 use services::{Bouncer, cluster, unique};
