@@ -158,8 +158,14 @@ async fn settle(
     let kind = match settle {
         Settle::Ack => AckKind::Ack,
         Settle::Dead(body) => {
-            publish(jetstream, format!("{queue}.dlq"), &headers, body).await?;
-            AckKind::Ack
+            match publish(jetstream, format!("{queue}.dlq"), &headers, body).await {
+                Ok(()) => AckKind::Ack,
+                // It may be too large for the server, which is no reason to hold up the others.
+                Err(error) => {
+                    eprintln!("not dead-lettered: {error}");
+                    AckKind::Nak(Some(outage.pause()))
+                }
+            }
         }
         Settle::Later(pause) => AckKind::Nak(Some(pause)),
     };

@@ -18,7 +18,10 @@ use tower_idempotency::{
     BoxError, Envelope,
     envelope::{Headers, frame},
 };
-use worker::{amqp, subject};
+use worker::{
+    amqp::{self, Outbound},
+    subject,
+};
 
 #[derive(Parser)]
 struct Args {
@@ -69,22 +72,17 @@ async fn main() -> Result<(), BoxError> {
 async fn to_rabbitmq(args: &Args, messages: &[Envelope]) -> Result<(), BoxError> {
     let connection = Connection::connect(&args.broker, ConnectionProperties::default()).await?;
     let channel = connection.create_channel().await?;
-    channel
-        .confirm_select(ConfirmSelectOptions::default())
-        .await?;
+    let outbound = Outbound::open(&connection).await?;
     let name = ShortString::try_new(&*args.queue)?;
     channel
         .queue_declare(name, QueueDeclareOptions::durable(), FieldTable::default())
         .await?;
     for message in messages {
         let body = message.encode();
-        amqp::publish(
-            &channel,
-            &args.queue,
-            body.as_bytes(),
-            amqp::properties(message),
-        )
-        .await?;
+        let properties = amqp::properties(message);
+        outbound
+            .publish(&args.queue, body.as_bytes(), properties)
+            .await?;
     }
     Ok(connection.close(200, "done".into()).await?)
 }

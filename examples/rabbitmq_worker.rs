@@ -13,7 +13,7 @@ mod worker;
 
 use futures_util::StreamExt;
 use lapin::{
-    Channel, Connection, ConnectionProperties,
+    Connection, ConnectionProperties,
     message::Delivery,
     options::*,
     types::{AMQPValue, FieldTable, ShortString},
@@ -23,7 +23,7 @@ use tower::{service_fn, util::BoxCloneSyncService};
 use tower_idempotency::{BoxError, Envelope, envelope::Headers};
 use worker::{
     Consumer, Deliveries, Outage, Publisher, Settings, Settle, Stack, Stop,
-    amqp::{later, properties, publish},
+    amqp::{Outbound, copied, properties},
 };
 
 #[tokio::main]
@@ -69,9 +69,7 @@ async fn session(
     outage: &Arc<Outage>,
 ) -> Result<(), BoxError> {
     let channel = connection.create_channel().await?;
-    channel
-        .confirm_select(ConfirmSelectOptions::default())
-        .await?;
+    let outbound = Outbound::open(&connection).await?;
     let (own, dead_letters) = (ShortString::try_new(queue)?, format!("{queue}.dlq"));
     for name in [own.clone(), ShortString::try_new(&*dead_letters)?] {
         channel
@@ -89,19 +87,13 @@ async fn session(
         FieldTable::default(),
     );
     let mut consume = consume.await?;
-    let publisher = channel.clone();
+    let publisher = outbound.clone();
     let consumer = stack(BoxCloneSyncService::new(service_fn(
         move |message: Envelope| {
-            let (channel, queue) = (publisher.clone(), dead_letters.clone());
-            async move {
-                publish(
-                    &channel,
-                    &queue,
-                    message.encode().as_bytes(),
-                    properties(&message),
-                )
-                .await
-            }
+            let (outbound, queue, body) =
+                (publisher.clone(), dead_letters.clone(), message.encode());
+            let properties = properties(&message);
+            async move { outbound.publish(&queue, body.as_bytes(), properties).await }
         },
     )));
     let mut deliveries = Deliveries::default();
@@ -111,22 +103,26 @@ async fn session(
             Some(settled) = deliveries.next() => if let Err(error) = settled { break Err(error) },
             delivery = consume.next() => match delivery {
                 Some(Ok(delivery)) => {
-                    let (channel, queue, consumer) = (channel.clone(), queue.to_owned(), consumer.clone());
+                    let (outbound, queue, consumer) = (outbound.clone(), queue.to_owned(), consumer.clone());
                     let outage = outage.clone();
-                    deliveries.spawn(async move { settle(&channel, &queue, consumer, delivery, &outage).await });
+                    deliveries.spawn(async move { settle(&outbound, &queue, consumer, delivery, &outage).await });
                 }
                 Some(Err(error)) => break Err(error.into()),
                 None => break Err("the broker has cancelled the consumer".into()),
             },
         }
     };
+    // Nothing more is pushed, when something is acked, that nobody would look at.
+    let _ = channel
+        .basic_cancel(consume.tag(), BasicCancelOptions::default())
+        .await;
     deliveries.finish().await;
     let _ = connection.close(200, "done".into()).await;
     ended
 }
 
 async fn settle(
-    channel: &Channel,
+    outbound: &Outbound,
     queue: &str,
     consumer: Consumer,
     delivery: Delivery,
@@ -144,13 +140,16 @@ async fn settle(
         _ => None,
     });
     let headers = texts.collect::<Headers>().with_queue(queue);
-    let properties = delivery.properties.clone().with_delivery_mode(2);
+    let properties = copied(&delivery.properties);
     match worker::handle(consumer, &delivery.data, headers, outage).await {
         Settle::Ack => {}
-        Settle::Dead(body) => publish(channel, &format!("{queue}.dlq"), &body, properties).await?,
+        Settle::Dead(body) => {
+            let dead_letters = format!("{queue}.dlq");
+            outbound.publish(&dead_letters, &body, properties).await?;
+        }
         Settle::Later(pause) => {
-            let parked = later(channel, queue, pause).await?;
-            publish(channel, &parked, &delivery.data, properties).await?;
+            let later = outbound.publish_later(queue, pause, &delivery.data, properties);
+            later.await?;
         }
     }
     delivery.ack(BasicAckOptions::default()).await?;

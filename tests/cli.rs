@@ -9,7 +9,10 @@ mod services;
 use futures_util::future::join_all;
 use lapin::{
     BasicProperties, Connection, ConnectionProperties,
-    options::{BasicGetOptions, BasicPublishOptions, QueueDeclareOptions, QueueDeleteOptions},
+    options::{
+        BasicGetOptions, BasicPublishOptions, QueueDeclareOptions, QueueDeleteOptions,
+        QueuePurgeOptions,
+    },
     types::{AMQPValue, FieldTable},
 };
 use queues::Broker;
@@ -637,6 +640,22 @@ async fn headers_in_a_frame_stay_and_a_replay_is_marked() {
     assert_eq!(went[0].headers().get("traceparent"), Some("00-1"));
     assert_eq!(went[1].headers().iter().count(), 1);
 
+    // A replay that failed again is redriven as no replay unless that is said.
+    let back = ["redrive", "--from", &to, "--to", &from, "--broker", &url];
+    assert_eq!(run(&back).await.0, 0);
+    let went: Vec<Vec<u8>> = redis::cmd("LRANGE")
+        .arg(&from)
+        .arg(0)
+        .arg(-1)
+        .query(&mut raw)
+        .unwrap();
+    assert_eq!(read(&went[0]).headers().iter().count(), 1);
+    assert!(
+        unframe(&went[1]).is_none(),
+        "without headers there is no frame"
+    );
+    redis::cmd("DEL").arg(&from).exec(&mut raw).unwrap();
+
     // A target that is no list: the message stays.
     redis::cmd("RPUSH")
         .arg(&from)
@@ -686,6 +705,8 @@ async fn rabbitmqs_properties_stay_but_for_what_the_way_there_left() {
         "x-first-death-queue".into(),
         AMQPValue::LongString("q".into()),
     );
+    let copies = vec![AMQPValue::LongString(trap.as_str().into())];
+    headers.insert("CC".into(), AMQPValue::FieldArray(copies.into()));
     let properties = BasicProperties::default()
         .with_headers(headers)
         .with_delivery_mode(2)
@@ -694,6 +715,7 @@ async fn rabbitmqs_properties_stay_but_for_what_the_way_there_left() {
         .with_priority(3)
         .with_timestamp(7)
         .with_user_id("guest".into())
+        .with_expiration("600000".into())
         .with_type("urn:shop:payment".into());
     let body = dead("a", &queue);
     let sent = channel.basic_publish(
@@ -707,6 +729,8 @@ async fn rabbitmqs_properties_stay_but_for_what_the_way_there_left() {
     let order = ["redrive", "--from", &from, "--broker", &url, "--bypass"];
     // It may take a moment until a message that is not confirmed is on its queue.
     while told(&order).await.1["redriven"] != json!(1) {}
+    let purged = channel.queue_purge(trap.as_str().into(), QueuePurgeOptions::default());
+    assert_eq!(purged.await.unwrap(), 1, "the copy of the producer's own");
     let options = BasicGetOptions { no_ack: true };
     let got = channel
         .basic_get(queue.as_str().into(), options)
@@ -721,7 +745,7 @@ async fn rabbitmqs_properties_stay_but_for_what_the_way_there_left() {
         (got.delivery_mode(), got.kind()),
         (&Some(2), properties.kind())
     );
-    assert_eq!(got.user_id(), &None);
+    assert_eq!((got.user_id(), got.expiration()), (&None, &None));
     let headers = got.headers().clone().unwrap();
     let text = |name: &str| headers.inner().get(name).cloned();
     assert_eq!(
@@ -734,6 +758,24 @@ async fn rabbitmqs_properties_stay_but_for_what_the_way_there_left() {
     );
     assert_eq!(text("x-attempts"), Some(AMQPValue::LongLongInt(0)));
     assert_eq!(headers.inner().len(), 3, "{headers:?}");
+
+    // A replay that failed again is redriven as no replay unless that is said.
+    let sent = channel.basic_publish(
+        "".into(),
+        from.as_str().into(),
+        BasicPublishOptions::default(),
+        body.as_bytes(),
+        got,
+    );
+    sent.await.unwrap().await.unwrap();
+    while told(&order[..5]).await.1["redriven"] != json!(1) {}
+    let got = channel
+        .basic_get(queue.as_str().into(), options)
+        .await
+        .unwrap()
+        .unwrap();
+    let headers = got.delivery.properties.headers().clone().unwrap();
+    assert_eq!(headers.inner().len(), 2, "{headers:?}");
     for name in [queue, from, trap] {
         channel
             .queue_delete(name.into(), QueueDeleteOptions::default())
@@ -820,6 +862,16 @@ async fn jetstreams_headers_stay_but_for_the_servers_own() {
     }
     assert!(message.headers.get("Nats-Msg-Id").is_none());
 
+    // A replay that failed again is redriven as no replay unless that is said.
+    stream.delete_message(last - 1).await.unwrap();
+    let back = ["redrive", "--from", &queue, "--to", &from, "--broker", &url];
+    assert_eq!(run(&back).await.0, 0);
+    let mut dead_letters = context.get_stream(from.replace('.', "_")).await.unwrap();
+    let last = dead_letters.info().await.unwrap().state.last_sequence;
+    let message = dead_letters.get_raw_message(last).await.unwrap();
+    assert!(message.headers.get("bq-replay-bypass").is_none());
+    assert!(message.headers.get("traceparent").is_some());
+
     // What it cannot take away it does not redrive.
     let kept = unique("cli_kept");
     let config = jetstream::stream::Config {
@@ -833,7 +885,7 @@ async fn jetstreams_headers_stay_but_for_the_servers_own() {
     let (code, _, err) = run(&["redrive", "--from", &kept, "--broker", &url]).await;
     assert_eq!(code, 2, "{err}");
     assert!(err.contains("denies"), "{err}");
-    for wrong in ["a.*", "a..b", ">"] {
+    for wrong in ["a.*", "a..b", ">", "$JS.API.STREAM.PURGE.a"] {
         assert_eq!(
             run(&["redrive", "--from", wrong, "--broker", &url]).await.0,
             2
@@ -843,4 +895,148 @@ async fn jetstreams_headers_stay_but_for_the_servers_own() {
     assert_eq!(code, 3, "{err}");
     context.delete_stream(&kept).await.unwrap();
     broker.delete(&queue).await;
+}
+
+/// A stream of `interest` confirms what nobody waits for, and drops it.
+#[tokio::test]
+async fn jetstream_has_to_keep_what_is_redriven() {
+    use async_nats::jetstream::{
+        self,
+        consumer::pull,
+        stream::{Config, RetentionPolicy},
+    };
+
+    let Some(url) = services::nats() else { return };
+    let (queue, broker) = (unique("cli"), Broker::JetStream);
+    broker.declare(&queue).await;
+    let context = jetstream::new(async_nats::connect(&url).await.unwrap());
+    let (from, interest) = (format!("{queue}.dlq"), unique("cli_interest"));
+    let config = Config {
+        name: interest.clone(),
+        subjects: vec![format!("{interest}.>")],
+        retention: RetentionPolicy::Interest,
+        ..Default::default()
+    };
+    let stream = context.create_stream(config).await.unwrap();
+    let to = format!("{interest}.payments");
+    let purge = dead("purge", "$JS.API.STREAM.PURGE.nowhere");
+    broker.publish(&from, &[&dead("a", &to), &purge]).await;
+    let order = ["redrive", "--from", &from, "--broker", &url];
+    let reads = |name: &str, filter: &str| pull::Config {
+        durable_name: (!name.is_empty()).then(|| name.to_owned()),
+        filter_subject: format!("{interest}.{filter}"),
+        ..Default::default()
+    };
+    let others = [
+        ("", "payments"),
+        ("refunds", "refunds"),
+        ("longer", "payments.eu"),
+        ("deeper", "*.payments"),
+    ];
+    for (name, filter) in others {
+        stream.create_consumer(reads(name, filter)).await.unwrap();
+        let (code, _, err) = run(&order).await;
+        assert_eq!(code, 4, "{filter}: {err}");
+        assert!(err.contains("no durable one takes"), "{filter}: {err}");
+        assert!(err.contains("is no subject of a queue"), "{err}");
+    }
+    assert_eq!(ids(&on(broker, &from).await), ["a", "purge"]);
+    stream.create_consumer(reads("all", "*")).await.unwrap();
+    let (code, out) = told(&order).await;
+    assert_eq!((code, &out["redriven"]), (4, &json!(1)));
+    assert_eq!(ids(&on(broker, &from).await), ["purge"]);
+    let kept = context.get_stream(&interest).await.unwrap();
+    assert_eq!(kept.cached_info().state.messages, 1);
+    context.delete_stream(&interest).await.unwrap();
+    broker.delete(&queue).await;
+}
+
+/// A producer may send what no client reads: it stays, and the others go.
+#[tokio::test]
+async fn headers_that_cannot_be_read_hold_up_no_others() {
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpStream,
+    };
+
+    let Some(url) = services::nats() else { return };
+    let (queue, broker) = (unique("cli"), Broker::JetStream);
+    broker.declare(&queue).await;
+    broker.declare(&format!("{queue}.to")).await;
+    let (from, to) = (format!("{queue}.dlq"), format!("{queue}.to.dlq"));
+    broker.publish(&from, &[&dead("a", &to)]).await;
+    let mut raw = TcpStream::connect(host_and_port(&url)).await.unwrap();
+    let (head, body) = (b"NATS/1.0\r\nX-Odd: \xff\r\n\r\n", dead("odd", &to));
+    let sizes = format!("{} {}", head.len(), head.len() + body.len());
+    let order = "CONNECT {\"verbose\":false,\"headers\":true}\r\n";
+    let told = format!("{order}HPUB {from} {sizes}\r\n").into_bytes();
+    let all = [&told[..], head, body.as_bytes(), b"\r\nPING\r\n"].concat();
+    raw.write_all(&all).await.unwrap();
+    let mut answer = String::new();
+    while !answer.contains("PONG") {
+        let mut bytes = [0; 4096];
+        let read = raw.read(&mut bytes).await.unwrap();
+        assert!(read > 0, "{answer}");
+        answer += &String::from_utf8_lossy(&bytes[..read]);
+    }
+    broker.publish(&from, &[&dead("b", &to)]).await;
+    for round in 0..2 {
+        let (code, out, err) = run(&["redrive", "--from", &from, "--broker", &url]).await;
+        assert_eq!(code, 4, "{round}: {out}{err}");
+        assert!(
+            err.contains("stays: message") && err.contains("at sequence 2"),
+            "{err}"
+        );
+        assert_eq!(ids(&on(broker, &to).await), ["a", "b"], "{err}");
+    }
+    assert_eq!(broker.waiting(&from).await, 1);
+    broker.delete(&queue).await;
+    broker.delete(&format!("{queue}.to")).await;
+}
+
+#[tokio::test]
+async fn nothing_from_outside_is_a_panic() {
+    // A time that no calendar has.
+    let place = Place::sqlite();
+    assert_eq!(place.ask(&["migrate"]).await.0, 0);
+    let pool = sqlx::SqlitePool::connect(&place.url).await.unwrap();
+    for (id, since) in [("a", -1), ("b", i64::MAX)] {
+        let sql = format!(
+            "INSERT INTO {} (message_id, state, since) VALUES ('{id}', 2, {since})",
+            place.name
+        );
+        let sql = sqlx::raw_sql(sqlx::AssertSqlSafe(sql));
+        sql.execute(&pool).await.unwrap();
+        let (code, why) = place.ask(&["why", id]).await;
+        assert_eq!((code, &why["since"]), (0, &Value::Null));
+    }
+    let (code, stats) = place.ask(&["stats"]).await;
+    assert_eq!(
+        (code, &stats["count"], &stats["oldest"]),
+        (0, &json!(2), &Value::Null)
+    );
+
+    // Nobody listens.
+    let full = ["forget", "a", "--store", &place.url, "--name", &place.name];
+    let wrong = ["forget"];
+    for (arguments, code) in [(&full[..], 0), (&wrong, 2)] {
+        let mut child = command(arguments)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop((child.stdout.take(), child.stderr.take()));
+        assert_eq!(child.wait().unwrap().code(), Some(code), "{arguments:?}");
+    }
+    #[cfg(unix)]
+    {
+        use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
+
+        let mut command = command(&["seen"]);
+        command.arg(OsStr::from_bytes(b"\xff"));
+        let (code, _, err) = ended(command.output().unwrap());
+        assert_eq!(code, 2, "{err}");
+    }
+    pool.close().await;
+    place.drop().await;
 }

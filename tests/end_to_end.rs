@@ -7,6 +7,8 @@
 // Each of the workers brings along what they share.
 #![allow(clippy::duplicate_mod)]
 
+#[path = "../examples/worker/amqp.rs"]
+mod amqp;
 #[path = "../examples/jetstream_worker.rs"]
 #[allow(dead_code)]
 mod jetstream_worker;
@@ -21,6 +23,12 @@ mod redis_worker;
 #[path = "support/services.rs"]
 mod services;
 
+use amqp::Outbound;
+use futures_util::future::join_all;
+use lapin::{
+    BasicProperties, Connection, ConnectionProperties,
+    types::{AMQPValue, FieldTable},
+};
 use queues::Broker;
 use services::{OwnRedis, Proxy, host_and_port, postgres, unique};
 use sqlx::PgPool;
@@ -684,4 +692,51 @@ async fn jetstream_with_claims() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn jetstream_in_a_transaction() {
     nothing_is_lost(Broker::JetStream, Mode::Transaction).await;
+}
+
+/// Whoever publishes beside others is told of its own message whether a queue took it.
+#[tokio::test]
+async fn rabbitmq_is_believed_message_by_message() {
+    let Some(url) = services::rabbitmq() else {
+        return;
+    };
+    let (there, nowhere) = (unique("e2e"), unique("e2e_nowhere"));
+    Broker::RabbitMq.declare(&there).await;
+    let connection = Connection::connect(&url, ConnectionProperties::default());
+    let connection = connection.await.unwrap();
+    let outbound = Outbound::open(&connection).await.unwrap();
+    let publishes = (0..200).map(async |n| {
+        let queue = if n % 3 == 0 { &nowhere } else { &there };
+        let sent = outbound.publish(queue, b"{}", BasicProperties::default());
+        assert_eq!(sent.await.is_ok(), n % 3 != 0, "{n}");
+    });
+    join_all(publishes).await;
+    connection.close(200, "done".into()).await.unwrap();
+    Broker::RabbitMq.delete(&there).await;
+}
+
+#[test]
+fn a_copy_is_not_dropped_refused_or_copied_further() {
+    let text = |value: &str| AMQPValue::LongString(value.into());
+    let mut headers = FieldTable::default();
+    for name in ["CC", "BCC", "traceparent"] {
+        headers.insert(name.into(), text("q"));
+    }
+    let own = BasicProperties::default()
+        .with_headers(headers)
+        .with_expiration("1".into())
+        .with_user_id("php".into())
+        .with_delivery_mode(1)
+        .with_message_id("a".into())
+        .with_type("urn:x".into())
+        .with_priority(3);
+    let mut kept = FieldTable::default();
+    kept.insert("traceparent".into(), text("q"));
+    let expected = BasicProperties::default()
+        .with_headers(kept)
+        .with_delivery_mode(2)
+        .with_message_id("a".into())
+        .with_type("urn:x".into())
+        .with_priority(3);
+    assert_eq!(amqp::copied(&own), expected);
 }

@@ -2,64 +2,117 @@
 #![allow(dead_code)]
 
 use lapin::{
-    BasicProperties, Channel, Confirmation,
-    options::{BasicPublishOptions, QueueDeclareOptions},
+    BasicProperties, Channel, Confirmation, Connection,
+    options::{BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions},
     types::{AMQPValue, FieldTable, ShortString},
 };
-use std::time::Duration;
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use tokio::sync::Mutex;
 use tower_idempotency::{BoxError, Envelope};
 
-/// A queue from which a message comes back: a new one for the broker, which counts anew.
-pub async fn later(channel: &Channel, queue: &str, pause: Duration) -> Result<String, BoxError> {
-    let long_enough = |millis: &u32| u128::from(*millis) >= pause.as_millis();
-    let millis = (0..8)
-        .map(|n| 250 << n)
-        .find(long_enough)
-        .unwrap_or(250 << 8);
-    let mut arguments = FieldTable::default();
-    arguments.insert("x-message-ttl".into(), AMQPValue::LongUInt(millis));
-    for (name, value) in [
-        ("x-dead-letter-exchange", ""),
-        ("x-dead-letter-routing-key", queue),
-        ("x-queue-type", "quorum"),
-        ("x-dead-letter-strategy", "at-least-once"),
-        ("x-overflow", "reject-publish"),
-    ] {
-        arguments.insert(name.into(), AMQPValue::LongString(value.into()));
+/// Publishes one message after the other: of several that are under way on a channel, the client does not know which one it
+/// was that no queue took.
+#[derive(Clone)]
+pub struct Outbound(Arc<Mutex<Channel>>);
+
+impl Outbound {
+    pub async fn open(connection: &Connection) -> Result<Self, BoxError> {
+        let channel = connection.create_channel().await?;
+        channel
+            .confirm_select(ConfirmSelectOptions::default())
+            .await?;
+        Ok(Outbound(Arc::new(Mutex::new(channel))))
     }
-    let name = format!("{queue}.later.{millis}");
-    channel
-        .queue_declare(
-            ShortString::try_new(&*name)?,
-            QueueDeclareOptions::durable(),
-            arguments,
-        )
-        .await?;
-    Ok(name)
+
+    /// Answers when the broker has it for sure, on that queue.
+    pub async fn publish(
+        &self,
+        queue: &str,
+        body: &[u8],
+        properties: BasicProperties,
+    ) -> Result<(), BoxError> {
+        let options = BasicPublishOptions {
+            mandatory: true,
+            ..Default::default()
+        };
+        let name = ShortString::try_new(queue)?;
+        let channel = self.0.lock().await;
+        let sent = channel.basic_publish("".into(), name, options, body, properties);
+        match sent.await?.await? {
+            Confirmation::Ack(None) => Ok(()),
+            refused => Err(format!("{queue} did not take a message: {refused:?}").into()),
+        }
+    }
+
+    /// The same to a queue from which it comes back after a pause: a new message for the broker, which counts anew.
+    pub async fn publish_later(
+        &self,
+        queue: &str,
+        pause: Duration,
+        body: &[u8],
+        properties: BasicProperties,
+    ) -> Result<(), BoxError> {
+        let long_enough = |millis: &u32| u128::from(*millis) >= pause.as_millis();
+        let millis = (0..8)
+            .map(|n| 250 << n)
+            .find(long_enough)
+            .unwrap_or(250 << 8);
+        let mut arguments = FieldTable::default();
+        arguments.insert("x-message-ttl".into(), AMQPValue::LongUInt(millis));
+        for (name, value) in [
+            ("x-dead-letter-exchange", ""),
+            ("x-dead-letter-routing-key", queue),
+            ("x-queue-type", "quorum"),
+            ("x-dead-letter-strategy", "at-least-once"),
+            ("x-overflow", "reject-publish"),
+        ] {
+            arguments.insert(name.into(), AMQPValue::LongString(value.into()));
+        }
+        let name = format!("{queue}.later.{millis}");
+        let short = ShortString::try_new(&*name)?;
+        let channel = self.0.lock().await;
+        channel
+            .queue_declare(short, QueueDeclareOptions::durable(), arguments)
+            .await?;
+        drop(channel);
+        self.publish(&name, body, properties).await
+    }
 }
 
-/// Answers when the broker has it for sure, on that queue.
-pub async fn publish(
-    channel: &Channel,
-    queue: &str,
-    body: &[u8],
-    properties: BasicProperties,
-) -> Result<(), BoxError> {
-    let options = BasicPublishOptions {
-        mandatory: true,
-        ..Default::default()
-    };
-    let sent = channel.basic_publish(
-        "".into(),
-        ShortString::try_new(queue)?,
-        options,
-        body,
-        properties,
-    );
-    match sent.await?.await? {
-        Confirmation::Ack(None) => Ok(()),
-        refused => Err(format!("{queue} did not take a message: {refused:?}").into()),
+/// Those of a delivery, for a copy of it: without what the broker would act on again, which is when it is dropped, whose
+/// it has to be, and who else gets one.
+pub fn copied(own: &BasicProperties) -> BasicProperties {
+    let table = own.headers().iter().flat_map(FieldTable::inner);
+    let kept = table.filter(|(name, _)| !matches!(name.as_str(), "CC" | "BCC"));
+    let headers: BTreeMap<_, _> = kept.map(|(k, v)| (k.clone(), v.clone())).collect();
+    let mut copy = BasicProperties::default()
+        .with_delivery_mode(2)
+        .with_headers(headers.into());
+    type With = fn(BasicProperties, ShortString) -> BasicProperties;
+    let texts: [(&Option<ShortString>, With); 7] = [
+        (own.content_type(), BasicProperties::with_content_type),
+        (
+            own.content_encoding(),
+            BasicProperties::with_content_encoding,
+        ),
+        (own.correlation_id(), BasicProperties::with_correlation_id),
+        (own.reply_to(), BasicProperties::with_reply_to),
+        (own.message_id(), BasicProperties::with_message_id),
+        (own.kind(), BasicProperties::with_type),
+        (own.app_id(), BasicProperties::with_app_id),
+    ];
+    for (text, with) in texts {
+        if let Some(text) = text.clone() {
+            copy = with(copy, text);
+        }
     }
+    if let Some(time) = own.timestamp() {
+        copy = copy.with_timestamp(*time);
+    }
+    if let Some(priority) = own.priority() {
+        copy = copy.with_priority(*priority);
+    }
+    copy
 }
 
 /// Those that BabelQueue's SDKs give a message, as far as they fit.

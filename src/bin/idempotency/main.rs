@@ -127,11 +127,13 @@ impl From<End> for ExitCode {
 
 fn main() -> ExitCode {
     let secrets = Secrets::of(
-        env::args().chain(
-            ["IDEMPOTENCY_STORE", "IDEMPOTENCY_BROKER"]
-                .into_iter()
-                .filter_map(|name| env::var(name).ok()),
-        ),
+        env::args_os()
+            .map(|text| text.to_string_lossy().into_owned())
+            .chain(
+                ["IDEMPOTENCY_STORE", "IDEMPOTENCY_BROKER"]
+                    .into_iter()
+                    .filter_map(|name| env::var(name).ok()),
+            ),
     );
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
@@ -146,7 +148,7 @@ fn main() -> ExitCode {
             return End::Yes.into();
         }
         Err(error) => {
-            eprint!("{}", secrets.hide(&error.to_string()));
+            say(secrets.hide(error.to_string().trim_end()));
             return End::Usage.into();
         }
     };
@@ -164,7 +166,7 @@ fn main() -> ExitCode {
         Err(error) => Err(error.into()),
     };
     done.unwrap_or_else(|error| {
-        eprintln!("error: {}", secrets.hide(&chain(&*error)));
+        say(format_args!("error: {}", secrets.hide(&chain(&*error))));
         if is_usage(&*error) {
             End::Usage
         } else {
@@ -238,7 +240,7 @@ async fn run(cli: Cli) -> Result<End, BoxError> {
         Command::Stats => {
             let records = place.open_for_long().await?;
             let stats = patiently("counting", records.stats()).await?;
-            let oldest = stats.oldest().map(written);
+            let oldest = stats.oldest().and_then(written);
             let json = json!({
                 "count": stats.count(), "claimed": stats.claimed(), "expired": stats.expired(), "oldest": oldest,
             });
@@ -264,7 +266,7 @@ async fn run(cli: Cli) -> Result<End, BoxError> {
         Command::Ddl => {
             let ddl = place.ddl()?;
             if ddl.is_empty() {
-                eprintln!("Redis needs no table");
+                say("Redis needs no table");
             }
             out.put(json!({"ddl": ddl}), ddl.trim_end())?;
             Ok(End::Yes)
@@ -339,12 +341,22 @@ struct Out {
 impl Out {
     fn put(&self, json: Value, text: impl fmt::Display) -> io::Result<()> {
         let mut out = io::stdout().lock();
-        if self.json {
+        let put = if self.json {
             writeln!(out, "{json}")
         } else {
             writeln!(out, "{text}")
+        };
+        match put {
+            // The work is done, and nobody is there to read of it.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            put => put,
         }
     }
+}
+
+/// On standard error, as far as somebody is there to read it.
+pub(crate) fn say(text: impl fmt::Display) {
+    let _ = writeln!(io::stderr(), "{text}");
 }
 
 fn is_over(entry: &Entry) -> bool {
@@ -363,7 +375,7 @@ fn entry_as_json(id: &str, entry: Option<&Entry>) -> Value {
     json!({
         "id": id,
         "state": entry.map(state),
-        "since": entry.and_then(Entry::since).map(written),
+        "since": entry.and_then(Entry::since).and_then(written),
         "owner": entry.and_then(Entry::owner),
         "expires_in": entry.and_then(Entry::expires_in).map(|left| left.as_secs_f64()),
         "expired": entry.is_some_and(is_over),
@@ -375,8 +387,8 @@ fn entry_as_text(id: &str, entry: Option<&Entry>) -> String {
         return format!("{id}: nothing is recorded; its next delivery runs");
     };
     let mut text = format!("{id}: {}", state(entry));
-    if let Some(since) = entry.since() {
-        text += &format!(" since {}", written(since));
+    if let Some(since) = entry.since().and_then(written) {
+        text += &format!(" since {since}");
     }
     if let Some(owner) = entry.owner() {
         text += &format!(", by {owner}");
@@ -395,8 +407,16 @@ fn entry_as_text(id: &str, entry: Option<&Entry>) -> String {
     }
 }
 
-fn written(time: SystemTime) -> String {
-    humantime::format_rfc3339_millis(time).to_string()
+/// None of one before 1970 or after 9999, which a row that something else wrote may hold.
+fn written(time: SystemTime) -> Option<String> {
+    let mut text = String::new();
+    let known = time >= SystemTime::UNIX_EPOCH
+        && fmt::write(
+            &mut text,
+            format_args!("{}", humantime::format_rfc3339_millis(time)),
+        )
+        .is_ok();
+    known.then_some(text)
 }
 
 /// Seconds will do, of what is not less than one.
@@ -447,7 +467,7 @@ impl Progress {
     pub(crate) fn tell(&mut self, text: impl FnOnce() -> String) {
         if self.told.elapsed() >= Self::EVERY {
             self.told = Instant::now();
-            eprintln!("{} …", text());
+            say(format_args!("{} …", text()));
         }
     }
 }
@@ -458,7 +478,7 @@ async fn patiently<T>(what: &str, work: impl Future<Output = T>) -> T {
     loop {
         match tokio::time::timeout(Progress::EVERY, &mut work).await {
             Ok(done) => return done,
-            Err(_) => eprintln!("{what} for {} …", rounded(begun.elapsed())),
+            Err(_) => say(format_args!("{what} for {} …", rounded(begun.elapsed()))),
         }
     }
 }
@@ -481,7 +501,7 @@ fn interrupted() -> Result<Arc<AtomicBool>, BoxError> {
             if asked.swap(true, Ordering::Relaxed) {
                 std::process::exit(End::InPart as i32);
             }
-            eprintln!("interrupted: ending after this step");
+            say("interrupted: ending after this step");
         }
     });
     Ok(stop)

@@ -4,7 +4,7 @@ mod jetstream;
 mod rabbitmq;
 mod redis;
 
-use crate::{End, Progress, Usage, chain, store::Records};
+use crate::{End, Progress, Usage, chain, say, store::Records};
 use clap::Args;
 use serde_json::{Value, json};
 use std::sync::{
@@ -12,6 +12,9 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 use tower_idempotency::{BoxError, Envelope};
+
+/// Says that a message is a replay, for its handler.
+const BYPASS: &str = "bq-replay-bypass";
 
 #[derive(Args)]
 pub(crate) struct Redrive {
@@ -32,13 +35,15 @@ pub(crate) struct Redrive {
     /// No more than so many
     #[arg(long, value_name = "N")]
     max: Option<u64>,
-    /// Tell what would be done, and leave all as it is
+    /// Tell what would be done, and do nothing of it. On RabbitMQ the messages are taken and handed back, which a quorum
+    /// queue counts: what it had handed back before goes to its end, as a copy that counts anew
     #[arg(long)]
     dry_run: bool,
-    /// Mark them as replays (`bq-replay-bypass`), for handlers that heed it
+    /// Mark them as replays (`bq-replay-bypass`), for handlers that heed it; without this such a mark is taken away
     #[arg(long)]
     bypass: bool,
-    /// First drop what --store has recorded of each: a message that had its effect runs again
+    /// First drop what --store has recorded of each: a message that had its effect runs again. To be run by one at a
+    /// time; when it is killed, the message in its hands may be redriven twice, and then runs twice
     #[arg(long)]
     forget: bool,
 }
@@ -165,14 +170,22 @@ impl Run<'_> {
     fn moved(&mut self, it: &Move) {
         self.tally.redriven += 1;
         if self.order.dry_run {
-            eprintln!("would go to {:?}: {}", it.to, self.name(Some(&it.message)));
+            say(format_args!(
+                "would go to {:?}: {}",
+                it.to,
+                self.name(Some(&it.message))
+            ));
         }
     }
 
     fn stays(&mut self, body: &[u8], why: Refused) {
         self.tally.left += 1;
         let message = Envelope::decode(body).ok();
-        eprintln!("stays: {}: {}", self.name(message.as_ref()), why.0);
+        say(format_args!(
+            "stays: {}: {}",
+            self.name(message.as_ref()),
+            why.0
+        ));
     }
 
     /// The message that was looked at last.

@@ -1,6 +1,6 @@
 //! Queues of RabbitMQ.
 
-use super::{Refused, Run};
+use super::{BYPASS, Refused, Run};
 use lapin::{
     BasicProperties, Channel, Confirmation, Connection, ConnectionProperties,
     message::Delivery,
@@ -11,8 +11,6 @@ use lapin::{
     types::{AMQPValue, FieldTable, ShortString},
 };
 use tower_idempotency::BoxError;
-
-const BYPASS: &str = "bq-replay-bypass";
 
 /// How often a quorum queue took a message back. It has a limit, above which the message is gone.
 const RETURNS: &str = "x-delivery-count";
@@ -80,7 +78,7 @@ async fn from_queue(channel: &Channel, run: &mut Run<'_>) -> Result<(), BoxError
 /// gone. A copy was never taken back. Answers whether there is one.
 async fn put_behind(channel: &Channel, run: &Run<'_>, found: &Delivery) -> Result<bool, BoxError> {
     let own = &found.properties;
-    let properties = without_user(own).with_headers(headers_without(own, |_| false));
+    let properties = copied(own).with_headers(headers_without(own, |_| false));
     let copy = publish(channel, &run.order.from, &found.data, properties).await?;
     Ok(copy.is_ok())
 }
@@ -115,7 +113,10 @@ async fn publish(
 /// The message's own, with no attempts, and without what says how it came to be a dead letter.
 fn properties(own: &BasicProperties, bypass: bool) -> BasicProperties {
     let mut headers = headers_without(own, |name| {
-        name == "x-death" || name.starts_with("x-first-death-") || name.starts_with("x-last-death-")
+        name == "x-death"
+            || name == BYPASS
+            || name.starts_with("x-first-death-")
+            || name.starts_with("x-last-death-")
     });
     if headers.inner().contains_key("x-attempts") {
         headers.insert("x-attempts".into(), AMQPValue::LongLongInt(0));
@@ -123,7 +124,7 @@ fn properties(own: &BasicProperties, bypass: bool) -> BasicProperties {
     if bypass {
         headers.insert(BYPASS.into(), AMQPValue::LongString("1".into()));
     }
-    without_user(own).with_headers(headers)
+    copied(own).with_headers(headers)
 }
 
 /// Without those either that say how often it was taken back, and which other queues get a copy.
@@ -137,8 +138,9 @@ fn headers_without(own: &BasicProperties, out: impl Fn(&str) -> bool) -> FieldTa
     headers
 }
 
-/// All but the headers, and but the user: a message that names one is taken from that user alone.
-fn without_user(own: &BasicProperties) -> BasicProperties {
+/// All but the headers; the user, as a message that names one is taken from that user alone; and the time after which the
+/// broker drops it.
+fn copied(own: &BasicProperties) -> BasicProperties {
     type Set<T> = fn(BasicProperties, T) -> BasicProperties;
     fn keep<T: Clone>(
         properties: BasicProperties,
@@ -150,7 +152,7 @@ fn without_user(own: &BasicProperties) -> BasicProperties {
             None => properties,
         }
     }
-    let texts: [(&Option<ShortString>, Set<ShortString>); 9] = [
+    let texts: [(&Option<ShortString>, Set<ShortString>); 8] = [
         (own.content_type(), BasicProperties::with_content_type),
         (
             own.content_encoding(),
@@ -158,7 +160,6 @@ fn without_user(own: &BasicProperties) -> BasicProperties {
         ),
         (own.correlation_id(), BasicProperties::with_correlation_id),
         (own.reply_to(), BasicProperties::with_reply_to),
-        (own.expiration(), BasicProperties::with_expiration),
         (own.message_id(), BasicProperties::with_message_id),
         (own.kind(), BasicProperties::with_type),
         (own.app_id(), BasicProperties::with_app_id),

@@ -1,12 +1,12 @@
 //! Lists in Redis, as BabelQueue's SDKs have them.
 
-use super::{Refused, Run};
+use super::{BYPASS, Refused, Run};
 use crate::Usage;
-use ::redis::{AsyncConnectionConfig, Client, Script};
+use ::redis::{AsyncConnectionConfig, Client, Script, aio::MultiplexedConnection};
 use std::time::Duration;
 use tower_idempotency::{
     BoxError,
-    envelope::{frame, unframe},
+    envelope::{Headers, frame, unframe},
 };
 
 /// Puts a message on another list, then takes it from this one; unless it is not there any more. In this
@@ -65,8 +65,13 @@ pub(super) async fn redrive(run: &mut Run<'_>) -> Result<(), BoxError> {
                 at += 1;
                 continue;
             }
+            // Somebody else may have taken it since, and its effect may have happened.
+            if run.order.forget && !is_there(&mut redis, from, &stored).await? {
+                continue;
+            }
             run.forget(&it).await?;
-            it.message = it.message.with_headers(headers);
+            let kept = headers.iter().filter(|(name, _)| *name != BYPASS);
+            it.message = it.message.with_headers(kept.collect::<Headers>());
             if run.order.bypass {
                 it.message = it.message.with_replay_bypass();
             }
@@ -87,4 +92,17 @@ pub(super) async fn redrive(run: &mut Run<'_>) -> Result<(), BoxError> {
         }
     }
     Ok(())
+}
+
+async fn is_there(
+    redis: &mut MultiplexedConnection,
+    list: &str,
+    stored: &[u8],
+) -> Result<bool, BoxError> {
+    let at: Option<u64> = ::redis::cmd("LPOS")
+        .arg(list)
+        .arg(stored)
+        .query_async(redis)
+        .await?;
+    Ok(at.is_some())
 }
