@@ -3,7 +3,7 @@
 //! variants take turns.
 //!
 //! ```text
-//! cargo bench --features cli,tracing --bench workers
+//! cargo bench --features cli,tracing --bench workers                # or of one broker: -- jetstream
 //! cargo bench --features cli,tracing --bench workers -- --test   # a few messages, to see that it runs
 //! ```
 #![allow(missing_docs, unreachable_pub)]
@@ -34,7 +34,7 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::sync::Notify;
-use tower::{ServiceBuilder, service_fn, util::BoxCloneSyncService};
+use tower::{ServiceBuilder, ServiceExt, service_fn, util::BoxCloneSyncService};
 use tower_idempotency::{BoxError, BoxStore, DeadLetterLayer, Envelope, IdempotencyLayer, Lease};
 
 const IN_FLIGHT: usize = 64;
@@ -46,6 +46,8 @@ type Consumer = BoxCloneSyncService<Envelope, (), BoxError>;
 #[derive(Clone, Copy, PartialEq)]
 enum Layer {
     None,
+    /// A GET before the handler, a SET after it.
+    ByHand,
     SeenSet,
     Claim,
 }
@@ -56,30 +58,33 @@ async fn main() {
     let (messages, rounds) = if test { (200, 1) } else { (MESSAGES, ROUNDS) };
     println!("messages per second, {IN_FLIGHT} in flight, median of {rounds} rounds of {messages}");
     println!(
-        "{:<10} {:>10} {:>18} {:>18}",
-        "", "no layer", "seen-set", "claim"
+        "{:<10} {:>10} {:>18} {:>18} {:>18}",
+        "", "no layer", "by hand", "seen-set", "claim"
     );
     for broker in [Broker::RabbitMq, Broker::Redis, Broker::JetStream] {
-        if broker.url().is_none() || services::redis().is_none() {
+        let name = format!("{broker:?}");
+        let asked = env::args().skip(1).find(|arg| !arg.starts_with('-'));
+        if asked.is_some_and(|asked| !name.eq_ignore_ascii_case(&asked))
+            || broker.url().is_none()
+            || services::redis().is_none()
+        {
             continue;
         }
-        let mut rates = [const { Vec::new() }; 3];
+        let mut rates = [const { Vec::new() }; 4];
         for _ in 0..rounds {
-            for (layer, rates) in [Layer::None, Layer::SeenSet, Layer::Claim]
-                .into_iter()
-                .zip(&mut rates)
-            {
+            let layers = [Layer::None, Layer::ByHand, Layer::SeenSet, Layer::Claim];
+            for (layer, rates) in layers.into_iter().zip(&mut rates) {
                 rates.push(run(broker, layer, messages).await);
             }
         }
-        let [none, seen_set, claim] = rates.map(|mut rates| {
+        let [none, by_hand, seen_set, claim] = rates.map(|mut rates| {
             rates.sort_by(f64::total_cmp);
             rates[rates.len() / 2]
         });
         let beside = |rate: f64| format!("{rate:.0} ({:+.0} %)", 100.0 * (rate / none - 1.0));
-        let name = format!("{broker:?}");
         println!(
-            "{name:<10} {none:>10.0} {:>18} {:>18}",
+            "{name:<10} {none:>10.0} {:>18} {:>18} {:>18}",
+            beside(by_hand),
             beside(seen_set),
             beside(claim)
         );
@@ -101,6 +106,10 @@ async fn run(broker: Broker, layer: Layer, messages: usize) -> f64 {
     let store = BoxStore::connect(&services::redis_url(), &prefix)
         .await
         .expect("it was there");
+    let client = redis::Client::open(services::redis_url()).expect("a URL");
+    let redis = client.get_multiplexed_async_connection().await;
+    let redis = redis.expect("it was there");
+    let key = prefix.clone();
     let (handled, all) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));
     let stop = all.clone();
     let stack = move |dead: Consumer| {
@@ -119,6 +128,28 @@ async fn run(broker: Broker, layer: Layer, messages: usize) -> f64 {
         let seen_set = IdempotencyLayer::new(store.clone());
         match layer {
             Layer::None => BoxCloneSyncService::new(builder.service(handler)),
+            Layer::ByHand => {
+                let (redis, prefix) = (redis.clone(), key.clone());
+                BoxCloneSyncService::new(builder.service(service_fn(move |message: Envelope| {
+                    let (mut redis, prefix) = (redis.clone(), prefix.clone());
+                    async move {
+                        let id = message.id().ok_or("no id")?.as_str();
+                        let key = format!("{prefix}{id}");
+                        let get = redis::Cmd::get(&key);
+                        if get
+                            .query_async::<Option<String>>(&mut redis)
+                            .await?
+                            .is_some()
+                        {
+                            return Ok(());
+                        }
+                        handler.clone().oneshot(message).await?;
+                        let set = redis::Cmd::pset_ex(&key, "2", 86_400_000);
+                        set.exec_async(&mut redis).await?;
+                        Ok::<_, BoxError>(())
+                    }
+                })))
+            }
             Layer::SeenSet => BoxCloneSyncService::new(builder.layer(seen_set).service(handler)),
             Layer::Claim => {
                 let lease = Lease::new(Duration::from_secs(60)).expect("a lease");

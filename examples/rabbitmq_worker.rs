@@ -76,7 +76,8 @@ async fn session(
             .queue_declare(name, QueueDeclareOptions::durable(), FieldTable::default())
             .await?;
     }
-    let prefetch = u16::try_from(in_flight).unwrap_or(u16::MAX);
+    // As many again are on their way, so that no place is empty for as long as the broker takes to fill it.
+    let prefetch = u16::try_from(in_flight.saturating_mul(2)).unwrap_or(u16::MAX);
     channel
         .basic_qos(prefetch, BasicQosOptions::default())
         .await?;
@@ -101,7 +102,7 @@ async fn session(
         tokio::select! {
             () = &mut *stop => break Ok(()),
             Some(settled) = deliveries.next() => if let Err(error) = settled { break Err(error) },
-            delivery = consume.next() => match delivery {
+            delivery = consume.next(), if deliveries.len() < in_flight => match delivery {
                 Some(Ok(delivery)) => {
                     let (outbound, queue, consumer) = (outbound.clone(), queue.to_owned(), consumer.clone());
                     let outage = outage.clone();
