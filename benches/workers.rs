@@ -143,7 +143,7 @@ async fn run(broker: Broker, layer: Layer, messages: usize) -> f64 {
                         {
                             return Ok(());
                         }
-                        handler.clone().oneshot(message).await?;
+                        handler.oneshot(message).await?;
                         let set = redis::Cmd::pset_ex(&key, "2", 86_400_000);
                         set.exec_async(&mut redis).await?;
                         Ok::<_, BoxError>(())
