@@ -141,18 +141,8 @@ fn headers_without(own: &BasicProperties, out: impl Fn(&str) -> bool) -> FieldTa
 /// All but the headers; the user, as a message that names one is taken from that user alone; and the time after which the
 /// broker drops it.
 fn copied(own: &BasicProperties) -> BasicProperties {
-    type Set<T> = fn(BasicProperties, T) -> BasicProperties;
-    fn keep<T: Clone>(
-        properties: BasicProperties,
-        value: &Option<T>,
-        set: Set<T>,
-    ) -> BasicProperties {
-        match value {
-            Some(value) => set(properties, value.clone()),
-            None => properties,
-        }
-    }
-    let texts: [(&Option<ShortString>, Set<ShortString>); 8] = [
+    type With = fn(BasicProperties, ShortString) -> BasicProperties;
+    let texts: [(&Option<ShortString>, With); 8] = [
         (own.content_type(), BasicProperties::with_content_type),
         (
             own.content_encoding(),
@@ -165,16 +155,20 @@ fn copied(own: &BasicProperties) -> BasicProperties {
         (own.app_id(), BasicProperties::with_app_id),
         (own.cluster_id(), BasicProperties::with_cluster_id),
     ];
-    let mut properties = BasicProperties::default();
-    for (value, set) in texts {
-        properties = keep(properties, value, set);
+    let mut copy = BasicProperties::default();
+    for (text, with) in texts {
+        if let Some(text) = text.clone() {
+            copy = with(copy, text);
+        }
     }
-    let timestamp = BasicProperties::with_timestamp;
-    properties = keep(properties, own.timestamp(), timestamp);
-    properties = keep(properties, own.priority(), BasicProperties::with_priority);
-    keep(
-        properties,
-        own.delivery_mode(),
-        BasicProperties::with_delivery_mode,
-    )
+    if let Some(time) = own.timestamp() {
+        copy = copy.with_timestamp(*time);
+    }
+    if let Some(priority) = own.priority() {
+        copy = copy.with_priority(*priority);
+    }
+    if let Some(mode) = own.delivery_mode() {
+        copy = copy.with_delivery_mode(*mode);
+    }
+    copy
 }
