@@ -6,7 +6,7 @@
 //! ```
 //!
 //! `BROKER_URL` (`nats://127.0.0.1:4222`), `STORE_URL` (`redis://127.0.0.1:6379`; PostgreSQL, MySQL or SQLite as well), `RECORD`
-//! (`payments_seen`), `QUEUE` (`payments`), `IN_FLIGHT` (64). The queue is the subject of a stream, what failed for good has the
+//! (`payments_seen`), `QUEUE` (`payments`), `IN_FLIGHT` (64), `REDELIVERY_SECS` (30), `LIMIT` (100000: more cents are declined). The queue is the subject of a stream, what failed for good has the
 //! subject `<queue>.dlq` in a stream of its own. Streams are named by their subject, with `_` for `.`.
 
 mod worker;

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! `BROKER_URL` (`amqp://127.0.0.1:5672`), `STORE_URL` (`redis://127.0.0.1:6379`; PostgreSQL, MySQL or SQLite as well), `RECORD`
-//! (`payments_seen`), `QUEUE` (`payments`), `IN_FLIGHT` (64). What failed for good is on `<queue>.dlq`. What is to be
+//! (`payments_seen`), `QUEUE` (`payments`), `IN_FLIGHT` (64), `LIMIT` (100000: more cents are declined). What failed for good is on `<queue>.dlq`. What is to be
 //! delivered later waits in `<queue>.later.<ms>`: quorum queues, so that a node of a cluster may fail meanwhile.
 
 mod worker;

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! `BROKER_URL` (`redis://127.0.0.1:6379`), `STORE_URL` (`redis://127.0.0.1:6379`; PostgreSQL, MySQL or SQLite as well), `RECORD`
-//! (`payments_seen`), `QUEUE` (`payments`), `IN_FLIGHT` (64). What failed for good is on `<queue>.dlq`. What is in hand, or
+//! (`payments_seen`), `QUEUE` (`payments`), `IN_FLIGHT` (64), `REDELIVERY_SECS` (90), `LIMIT` (100000: more cents are declined). What failed for good is on `<queue>.dlq`. What is in hand, or
 //! to be delivered later, is on `<queue>:processing` until its time in `<queue>:processing:deadlines` is over.
 
 mod worker;

@@ -30,6 +30,7 @@ use tower_idempotency::{
     dead_letter::poison,
     envelope::{DeadLetterBlock, Headers, Reason},
 };
+use tracing_subscriber::fmt::format::FmtSpan;
 
 /// The whole stack: Ok means ack, an error means later.
 pub type Consumer = BoxCloneSyncService<Envelope, (), BoxError>;
@@ -91,9 +92,10 @@ pub fn redelivery(default: u64) -> Result<Duration, BoxError> {
     Ok(Duration::from_secs(secs))
 }
 
-/// Warnings, and what each message's span is about, to standard error.
+/// A line for each message, by its span, and warnings, to standard error.
 pub fn logs() {
     let logs = tracing_subscriber::fmt().with_max_level(tracing::Level::INFO);
+    let logs = logs.with_span_events(FmtSpan::CLOSE);
     logs.with_writer(io::stderr).init();
 }
 
@@ -274,6 +276,7 @@ pub async fn handle(consumer: Consumer, body: &[u8], headers: Headers, outage: &
     let message = match Envelope::decode(body) {
         Ok(message) => message,
         Err(error) => {
+            eprintln!("dead-lettered: {error}");
             let block = DeadLetterBlock::new(Reason::Poison).with_error(&error);
             let block = block.with_original_queue(headers.queue().unwrap_or_default());
             return Settle::Dead(poison(body, &block).into());

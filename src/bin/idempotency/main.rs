@@ -5,7 +5,10 @@ mod secrets;
 mod store;
 
 use crate::{redrive::Redrive, secrets::Secrets, store::Records};
-use clap::{Parser, Subcommand, error::ErrorKind};
+use clap::{
+    CommandFactory, FromArgMatches, Parser, Subcommand, builder::NonEmptyStringValueParser,
+    error::ErrorKind,
+};
 use serde_json::{Value, json};
 use std::{
     env,
@@ -29,7 +32,7 @@ use tower_idempotency::{
 const EXIT_CODES: &str = "\
 Exit codes:
   0  done; of `seen`: yes; of `why`: something is recorded that is in force
-  1  of `seen` and `why`: no
+  1  of `seen` and `why`: no; of `forget`: of some of the ids nothing was recorded
   2  it was asked in a way that cannot be answered; nothing was done
   3  the store or the broker failed; what was printed until then was done
   4  done in part: `redrive` left messages where they are, or it was interrupted
@@ -71,19 +74,28 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Whether a message had its effect
-    Seen { id: String },
+    Seen {
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
+        id: String,
+    },
     /// Why a message is skipped or parked: its state, since when, whose, for how long
-    Why { id: String },
+    ///
+    /// Redis keeps neither since when nor whose of what is done. Whose is told by a number of 128 bits, which each claim
+    /// has one of.
+    Why {
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
+        id: String,
+    },
     /// Drop what is recorded of messages, so that their next delivery runs
     ///
     /// A handler that is under way still marks its message done: forget after it ended.
     Forget {
-        #[arg(required = true)]
+        #[arg(required = true, value_parser = NonEmptyStringValueParser::new())]
         ids: Vec<String>,
     },
     /// Delete the rows that are past their end (Redis does so by itself)
     Purge,
-    /// Count what is recorded, what of it is claimed, and tell the oldest
+    /// Count what is recorded, what of it is claimed, and tell the oldest (which Redis does not know)
     Stats,
     /// Make the table and its index unless they are there
     Migrate,
@@ -135,7 +147,9 @@ fn main() -> ExitCode {
                     .filter_map(|name| env::var(name).ok()),
             ),
     );
-    let cli = match Cli::try_parse() {
+    let asked = Cli::command().mut_subcommands(|command| command.after_help(EXIT_CODES));
+    let asked = asked.try_get_matches();
+    let cli = match asked.and_then(|asked| Cli::from_arg_matches(&asked)) {
         Ok(cli) => cli,
         Err(asked)
             if matches!(
@@ -203,23 +217,33 @@ async fn run(cli: Cli) -> Result<End, BoxError> {
         }
         Command::Forget { ids } => {
             let records = place.open().await?;
-            let mut forgotten = 0;
+            let (mut forgotten, mut unknown) = (0, Vec::new());
             for id in &ids {
-                let dropped = records.forget(&MessageId::from(id.as_str())).await;
-                dropped.map_err(|error| {
-                    format!(
-                        "{forgotten} of {} forgotten; {id:?}: {}",
-                        ids.len(),
-                        chain(&error)
-                    )
+                let key = MessageId::from(id.as_str());
+                let dropped = async {
+                    let known = records.entry(&key).await?.is_some();
+                    records.forget(&key).await?;
+                    Ok::<_, BoxError>(known)
+                };
+                let known = dropped.await.map_err(|error| {
+                    format!("after {forgotten} forgotten: {id:?}: {}", chain(&*error))
                 })?;
-                forgotten += 1;
+                if known {
+                    forgotten += 1;
+                } else {
+                    unknown.push(id);
+                }
             }
-            out.put(
-                json!({"forgotten": forgotten}),
-                format!("{forgotten} forgotten"),
-            )?;
-            Ok(End::Yes)
+            let mut text = format!("{forgotten} forgotten");
+            if !unknown.is_empty() {
+                text += &format!(", nothing was recorded of {unknown:?}");
+            }
+            out.put(json!({"forgotten": forgotten, "unknown": unknown}), text)?;
+            Ok(if unknown.is_empty() {
+                End::Yes
+            } else {
+                End::No
+            })
         }
         Command::Purge => {
             let records = place.open_for_long().await?;
@@ -259,8 +283,13 @@ async fn run(cli: Cli) -> Result<End, BoxError> {
             Ok(End::Yes)
         }
         Command::Migrate => {
-            patiently("migrating", place.open_or_make().await?.migrate()).await?;
-            out.put(json!({"migrated": true}), "the table is there")?;
+            let records = place.open_or_make().await?;
+            patiently("migrating", records.migrate()).await?;
+            let text = match records {
+                Records::Redis(_) => "Redis needs no table",
+                _ => "the table is there",
+            };
+            out.put(json!({"migrated": true}), text)?;
             Ok(End::Yes)
         }
         Command::Ddl => {

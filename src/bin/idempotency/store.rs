@@ -2,6 +2,7 @@
 
 use crate::Usage;
 use sqlx::{
+    Connection, MySqlConnection, PgConnection,
     mysql::MySqlPoolOptions,
     postgres::PgPoolOptions,
     sqlite::{SqliteConnectOptions, SqlitePoolOptions},
@@ -90,8 +91,28 @@ pub(crate) fn ddl(url: &str, name: &str) -> Result<String, BoxError> {
     })
 }
 
+/// A server that is not there is told of at once, and why. A pool would try until its patience is at an end.
+async fn answers<C: Connection>(url: &str) -> Result<(), BoxError> {
+    match tokio::time::timeout(PATIENCE, C::connect(url)).await {
+        Ok(Ok(connection)) => drop(connection.close().await),
+        Ok(Err(error @ sqlx::Error::Io(_))) => return Err(error.into()),
+        // The store knows better what else is wrong.
+        Ok(Err(_)) => {}
+        Err(_) => {
+            let why = format!("the server does not answer within {PATIENCE:?}");
+            return Err(why.into());
+        }
+    }
+    Ok(())
+}
+
 impl Records {
     pub(crate) async fn connect(url: &str, name: &str, pooler: bool) -> Result<Self, BoxError> {
+        match kind(url)? {
+            Kind::Postgres => answers::<PgConnection>(url).await?,
+            Kind::MySql => answers::<MySqlConnection>(url).await?,
+            Kind::Redis | Kind::Sqlite => {}
+        }
         Self::connect_within(PATIENCE, url, name, pooler).await
     }
 

@@ -89,6 +89,7 @@ pub(super) async fn redrive(run: &mut Run<'_>) -> Result<(), BoxError> {
             continue;
         }
         if run.order.dry_run {
+            run.could_forget(&it).await?;
             run.moved(&it);
             continue;
         }

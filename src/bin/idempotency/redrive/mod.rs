@@ -7,9 +7,12 @@ mod redis;
 use crate::{End, Progress, Usage, chain, say, store::Records};
 use clap::Args;
 use serde_json::{Value, json};
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    error::Error,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 use tower_idempotency::{BoxError, Envelope};
 
@@ -89,6 +92,10 @@ impl Redrive {
         if self.from.is_empty() || self.to.as_deref() == Some("") {
             return Err(Usage("a queue has a name; it is empty".into()).into());
         }
+        if self.to.as_ref() == Some(&self.from) {
+            let why = "--to is --from: they would stay, and no longer say why they failed";
+            return Err(Usage(why.into()).into());
+        }
         let mut run = Run {
             order: self,
             records,
@@ -136,7 +143,7 @@ impl Run<'_> {
     /// What is to be done with the next message.
     fn plan(&mut self, body: &[u8]) -> Result<Move, Refused> {
         self.looked_at += 1;
-        let message = Envelope::decode(body).map_err(|error| Refused(chain(&error)))?;
+        let message = Envelope::decode(body).map_err(|error| Refused(undecoded(body, &error)))?;
         message.accepts().map_err(|error| Refused(chain(&error)))?;
         let block = message.dead_letter();
         let to = self
@@ -150,6 +157,10 @@ impl Run<'_> {
                 Refused("it does not say which queue it was on: to be given with --to".into())
             })?
             .to_owned();
+        if to == self.order.from {
+            let why = "it says that it was on this queue: another one is to be given with --to";
+            return Err(Refused(why.into()));
+        }
         Ok(Move {
             message: message.redriven(),
             to,
@@ -163,6 +174,14 @@ impl Run<'_> {
             forgotten.map_err(|error| {
                 format!("{:?} is not forgotten: {}", id.as_str(), chain(&error))
             })?;
+        }
+        Ok(())
+    }
+
+    /// Looks whether it could be forgotten, where that is only planned.
+    async fn could_forget(&self, it: &Move) -> Result<(), BoxError> {
+        if let (Some(records), Some(id)) = (&self.records, it.message.id()) {
+            records.entry(id).await?;
         }
         Ok(())
     }
@@ -181,8 +200,12 @@ impl Run<'_> {
     fn stays(&mut self, body: &[u8], why: Refused) {
         self.tally.left += 1;
         let message = Envelope::decode(body).ok();
+        let begins = match message {
+            None if !body.is_empty() => format!(" that begins {}", beginning(body)),
+            _ => String::new(),
+        };
         say(format_args!(
-            "stays: {}: {}",
+            "stays: {}{begins}: {}",
             self.name(message.as_ref()),
             why.0
         ));
@@ -195,6 +218,26 @@ impl Run<'_> {
             None => format!("message {}", self.looked_at),
         }
     }
+}
+
+/// Why a body is no message: what the worker wrote down who put it there, if one did.
+fn undecoded(body: &[u8], error: &(dyn Error + 'static)) -> String {
+    let wrapped: Option<Value> = serde_json::from_slice(body).ok();
+    let block = wrapped.as_ref().map(|body| &body["dead_letter"]);
+    let text = |name: &str| block.and_then(|block| block[name].as_str());
+    match (text("reason"), text("error")) {
+        (Some(reason), Some(error)) => {
+            format!("no message, but a dead letter for the reason {reason:?}: {error}")
+        }
+        _ => chain(error),
+    }
+}
+
+/// Enough of a body to find it by.
+fn beginning(body: &[u8]) -> String {
+    let text = String::from_utf8_lossy(&body[..body.len().min(240)]);
+    let (some, more): (String, _) = (text.chars().take(60).collect(), body.len() > 60);
+    format!("{some:?}{}", if more { "…" } else { "" })
 }
 
 impl Tally {

@@ -2,12 +2,13 @@
 
 use super::{BYPASS, Refused, Run};
 use lapin::{
-    BasicProperties, Channel, Confirmation, Connection, ConnectionProperties,
+    BasicProperties, Channel, Confirmation, Connection, ConnectionProperties, ErrorKind,
     message::Delivery,
     options::{
         BasicAckOptions, BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions,
         QueueDeclareOptions,
     },
+    protocol::{AMQPErrorKind, AMQPSoftError},
     types::{AMQPValue, FieldTable, ShortString},
 };
 use tower_idempotency::BoxError;
@@ -15,26 +16,34 @@ use tower_idempotency::BoxError;
 /// How often a quorum queue took a message back. It has a limit, above which the message is gone.
 const RETURNS: &str = "x-delivery-count";
 
+const PASSIVE: QueueDeclareOptions = QueueDeclareOptions {
+    passive: true,
+    durable: true,
+    exclusive: false,
+    auto_delete: false,
+    nowait: false,
+};
+
 pub(super) async fn redrive(run: &mut Run<'_>) -> Result<(), BoxError> {
     let connection =
         Connection::connect(&run.order.broker, ConnectionProperties::default()).await?;
     let channel = connection.create_channel().await?;
     let confirms = ConfirmSelectOptions::default();
     channel.confirm_select(confirms).await?;
-    let done = from_queue(&channel, run).await;
+    let done = from_queue(&connection, &channel, run).await;
     // What stays goes back with the channel; what was acked before that is gone.
     let closed = connection.close(200, "done".into()).await;
     done?;
     Ok(closed?)
 }
 
-async fn from_queue(channel: &Channel, run: &mut Run<'_>) -> Result<(), BoxError> {
+async fn from_queue(
+    connection: &Connection,
+    channel: &Channel,
+    run: &mut Run<'_>,
+) -> Result<(), BoxError> {
     let from = ShortString::try_new(&*run.order.from)?;
-    let passive = QueueDeclareOptions {
-        passive: true,
-        ..QueueDeclareOptions::durable()
-    };
-    let queue = channel.queue_declare(from.clone(), passive, FieldTable::default());
+    let queue = channel.queue_declare(from.clone(), PASSIVE, FieldTable::default());
     let length = queue.await?.message_count().into();
     while run.goes_on(length) {
         let next = channel.basic_get(from.clone(), BasicGetOptions::default());
@@ -44,7 +53,11 @@ async fn from_queue(channel: &Channel, run: &mut Run<'_>) -> Result<(), BoxError
         let found = found.delivery;
         let gone = match run.plan(&found.data) {
             Ok(it) if run.order.dry_run => {
-                run.moved(&it);
+                run.could_forget(&it).await?;
+                match refuses(connection, &it.to).await? {
+                    None => run.moved(&it),
+                    Some(why) => run.stays(&found.data, why),
+                }
                 false
             }
             Ok(it) => {
@@ -88,6 +101,35 @@ fn returned(properties: &BasicProperties) -> bool {
     headers.is_some_and(|headers| headers.inner().contains_key(RETURNS))
 }
 
+/// Why it would not go to a queue. On a channel of its own, which is closed if there is none.
+async fn refuses(connection: &Connection, queue: &str) -> Result<Option<Refused>, BoxError> {
+    let Ok(name) = ShortString::try_new(queue) else {
+        return Ok(Some(no_name(queue)));
+    };
+    let channel = connection.create_channel().await?;
+    let known = channel.queue_declare(name, PASSIVE, FieldTable::default());
+    match known.await {
+        Ok(_) => channel.close(200, "known".into()).await?,
+        Err(error) => match error.kind() {
+            ErrorKind::ProtocolError(error)
+                if matches!(error.kind(), AMQPErrorKind::Soft(AMQPSoftError::NOTFOUND)) =>
+            {
+                return Ok(Some(not_there(queue)));
+            }
+            _ => return Err(error.into()),
+        },
+    }
+    Ok(None)
+}
+
+fn no_name(queue: &str) -> Refused {
+    Refused(format!("{queue:?} is no name of a queue"))
+}
+
+fn not_there(queue: &str) -> Refused {
+    Refused(format!("there is no queue {queue:?}"))
+}
+
 /// Answers when the broker has it on that queue.
 async fn publish(
     channel: &Channel,
@@ -96,7 +138,7 @@ async fn publish(
     properties: BasicProperties,
 ) -> Result<Result<(), Refused>, BoxError> {
     let Ok(name) = ShortString::try_new(queue) else {
-        return Ok(Err(Refused(format!("{queue:?} is no name of a queue"))));
+        return Ok(Err(no_name(queue)));
     };
     let options = BasicPublishOptions {
         mandatory: true,
@@ -105,7 +147,7 @@ async fn publish(
     let sent = channel.basic_publish("".into(), name, options, body, properties);
     Ok(match sent.await?.await? {
         Confirmation::Ack(None) => Ok(()),
-        Confirmation::Ack(Some(_)) => Err(Refused(format!("there is no queue {queue:?}"))),
+        Confirmation::Ack(Some(_)) => Err(not_there(queue)),
         _ => Err(Refused(format!("the queue {queue:?} does not take it"))),
     })
 }

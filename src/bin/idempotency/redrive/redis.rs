@@ -1,7 +1,7 @@
 //! Lists in Redis, as BabelQueue's SDKs have them.
 
 use super::{BYPASS, Refused, Run};
-use crate::Usage;
+use crate::{Usage, say};
 use ::redis::{AsyncConnectionConfig, Client, Script, aio::MultiplexedConnection};
 use std::time::Duration;
 use tower_idempotency::{
@@ -32,6 +32,9 @@ pub(super) async fn redrive(run: &mut Run<'_>) -> Result<(), BoxError> {
         .arg(from)
         .query_async(&mut redis)
         .await?;
+    if length == 0 {
+        say(format_args!("the list {from:?} is empty, or not there"));
+    }
     // Those before it are the ones that stay.
     let mut at = 0;
     while run.goes_on(length) {
@@ -61,7 +64,11 @@ pub(super) async fn redrive(run: &mut Run<'_>) -> Result<(), BoxError> {
                 }
             };
             if run.order.dry_run {
-                run.moved(&it);
+                run.could_forget(&it).await?;
+                match refuses(&mut redis, &it.to).await? {
+                    None => run.moved(&it),
+                    Some(why) => run.stays(&body, why),
+                }
                 at += 1;
                 continue;
             }
@@ -83,8 +90,7 @@ pub(super) async fn redrive(run: &mut Run<'_>) -> Result<(), BoxError> {
                 // Somebody else took it.
                 Ok(_) => {}
                 Err(error) if error.code() == Some("WRONGTYPE") => {
-                    let why = format!("{:?} is no list", it.to);
-                    run.stays(&body, Refused(why));
+                    run.stays(&body, no_list(&it.to));
                     at += 1;
                 }
                 Err(error) => return Err(error.into()),
@@ -92,6 +98,19 @@ pub(super) async fn redrive(run: &mut Run<'_>) -> Result<(), BoxError> {
         }
     }
     Ok(())
+}
+
+fn no_list(key: &str) -> Refused {
+    Refused(format!("{key:?} is no list"))
+}
+
+/// Why it would not go to a key.
+async fn refuses(
+    redis: &mut MultiplexedConnection,
+    key: &str,
+) -> Result<Option<Refused>, BoxError> {
+    let kind: String = ::redis::cmd("TYPE").arg(key).query_async(redis).await?;
+    Ok((kind != "list" && kind != "none").then(|| no_list(key)))
 }
 
 async fn is_there(
