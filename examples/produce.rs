@@ -14,6 +14,7 @@ use lapin::{
     options::*,
     types::{FieldTable, ShortString},
 };
+use std::sync::Arc;
 use tower_idempotency::{
     BoxError, Envelope,
     envelope::{Headers, frame},
@@ -71,8 +72,9 @@ async fn main() -> Result<(), BoxError> {
 
 async fn to_rabbitmq(args: &Args, messages: &[Envelope]) -> Result<(), BoxError> {
     let connection = Connection::connect(&args.broker, ConnectionProperties::default()).await?;
+    let connection = Arc::new(connection);
     let channel = connection.create_channel().await?;
-    let outbound = Outbound::open(&connection).await?;
+    let outbound = Outbound::new(connection.clone());
     let name = ShortString::try_new(&*args.queue)?;
     channel
         .queue_declare(name, QueueDeclareOptions::durable(), FieldTable::default())

@@ -52,8 +52,11 @@ pub async fn work(
     stack: impl Fn(Publisher) -> Consumer,
     stop: impl Future<Output = ()>,
 ) -> Result<(), BoxError> {
-    let connect = async || Ok(Connection::connect(broker, ConnectionProperties::default()).await?);
-    let session = async |connection: Connection, stop: &mut Stop<'_>, outage: &Arc<Outage>| {
+    let connect = async || {
+        let connected = Connection::connect(broker, ConnectionProperties::default());
+        Ok(Arc::new(connected.await?))
+    };
+    let session = async |connection: Arc<Connection>, stop: &mut Stop<'_>, outage: &Arc<Outage>| {
         session(connection, queue, in_flight, &stack, stop, outage).await
     };
     worker::sessions(connect, session, stop).await
@@ -61,7 +64,7 @@ pub async fn work(
 
 /// As long as one connection lasts. What was not acked comes back when it is closed.
 async fn session(
-    connection: Connection,
+    connection: Arc<Connection>,
     queue: &str,
     in_flight: usize,
     stack: impl Fn(Publisher) -> Consumer,
@@ -69,7 +72,7 @@ async fn session(
     outage: &Arc<Outage>,
 ) -> Result<(), BoxError> {
     let channel = connection.create_channel().await?;
-    let outbound = Outbound::open(&connection).await?;
+    let outbound = Outbound::new(connection.clone());
     let (own, dead_letters) = (ShortString::try_new(queue)?, format!("{queue}.dlq"));
     for name in [own.clone(), ShortString::try_new(&*dead_letters)?] {
         channel
@@ -146,7 +149,14 @@ async fn settle(
         Settle::Ack => {}
         Settle::Dead(body) => {
             let dead_letters = format!("{queue}.dlq");
-            outbound.publish(&dead_letters, &body, properties).await?;
+            let sent = outbound.publish(&dead_letters, &body, properties.clone());
+            // It may be too large, or the queue full, which is no reason to hold up the others.
+            if let Err(error) = sent.await {
+                eprintln!("not dead-lettered: {error}");
+                let later =
+                    outbound.publish_later(queue, outage.pause(), &delivery.data, properties);
+                later.await?;
+            }
         }
         Settle::Later(pause) => {
             let later = outbound.publish_later(queue, pause, &delivery.data, properties);

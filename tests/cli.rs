@@ -10,14 +10,14 @@ use futures_util::future::join_all;
 use lapin::{
     BasicProperties, Connection, ConnectionProperties,
     options::{
-        BasicGetOptions, BasicPublishOptions, QueueDeclareOptions, QueueDeleteOptions,
-        QueuePurgeOptions,
+        BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions,
+        QueueDeleteOptions, QueuePurgeOptions,
     },
     types::{AMQPValue, FieldTable},
 };
 use queues::Broker;
 use serde_json::{Value, json};
-use services::{host_and_port, unique};
+use services::{PATIENCE, host_and_port, unique};
 use std::{
     env, fs,
     path::PathBuf,
@@ -708,6 +708,8 @@ async fn rabbitmqs_properties_stay_but_for_what_the_way_there_left() {
         .await
         .unwrap();
     let channel = connection.create_channel().await.unwrap();
+    let confirms = ConfirmSelectOptions::default();
+    channel.confirm_select(confirms).await.unwrap();
     for name in [&queue, &from, &trap] {
         let durable = QueueDeclareOptions::durable();
         channel
@@ -727,7 +729,7 @@ async fn rabbitmqs_properties_stay_but_for_what_the_way_there_left() {
     headers.insert("CC".into(), AMQPValue::FieldArray(copies.into()));
     let properties = BasicProperties::default()
         .with_headers(headers)
-        .with_delivery_mode(2)
+        .with_delivery_mode(1)
         .with_message_id("a".into())
         .with_correlation_id("trace".into())
         .with_priority(3)
@@ -745,8 +747,7 @@ async fn rabbitmqs_properties_stay_but_for_what_the_way_there_left() {
     );
     sent.await.unwrap().await.unwrap();
     let order = ["redrive", "--from", &from, "--broker", &url, "--bypass"];
-    // It may take a moment until a message that is not confirmed is on its queue.
-    while told(&order).await.1["redriven"] != json!(1) {}
+    assert_eq!(told(&order).await.1["redriven"], json!(1));
     let purged = channel.queue_purge(trap.as_str().into(), QueuePurgeOptions::default());
     assert_eq!(purged.await.unwrap(), 1, "the copy of the producer's own");
     let options = BasicGetOptions { no_ack: true };
@@ -786,7 +787,7 @@ async fn rabbitmqs_properties_stay_but_for_what_the_way_there_left() {
         got,
     );
     sent.await.unwrap().await.unwrap();
-    while told(&order[..5]).await.1["redriven"] != json!(1) {}
+    assert_eq!(told(&order[..5]).await.1["redriven"], json!(1));
     let got = channel
         .basic_get(queue.as_str().into(), options)
         .await
@@ -833,7 +834,18 @@ async fn a_dead_letter_outlives_any_number_of_looks_at_it() {
     Broker::RabbitMq
         .publish(&from, &bodies.each_ref().map(String::as_str))
         .await;
+    let passive = QueueDeclareOptions {
+        passive: true,
+        ..QueueDeclareOptions::durable()
+    };
     for round in 0..8 {
+        // What was handed back is there when the queue has noticed.
+        let back = async {
+            let ready =
+                || channel.queue_declare(from.as_str().into(), passive, FieldTable::default());
+            while ready().await.unwrap().message_count() < 3 {}
+        };
+        tokio::time::timeout(PATIENCE, back).await.unwrap();
         let (code, out) = told(&["redrive", "--from", &from, "--broker", &url, "--dry-run"]).await;
         assert_eq!(
             (code, &out["redriven"], &out["left"]),
@@ -969,6 +981,29 @@ async fn jetstream_has_to_keep_what_is_redriven() {
     let kept = context.get_stream(&interest).await.unwrap();
     assert_eq!(kept.cached_info().state.messages, 1);
     context.delete_stream(&interest).await.unwrap();
+
+    // Nor is it kept, or is that known, where one of a subject drives out the other, or nothing is confirmed.
+    let few = Config {
+        max_messages_per_subject: 1,
+        ..Default::default()
+    };
+    let silent = Config {
+        no_ack: true,
+        ..Default::default()
+    };
+    for config in [few, silent] {
+        let name = unique("cli_few");
+        let config = Config {
+            name: name.clone(),
+            subjects: vec![name.clone()],
+            ..config
+        };
+        context.create_stream(config).await.unwrap();
+        let (code, out) = told(&[&order[..], &["--to", &name]].concat()).await;
+        assert_eq!((code, &out["left"]), (4, &json!(1)));
+        assert_eq!(ids(&on(broker, &from).await), ["purge"]);
+        context.delete_stream(&name).await.unwrap();
+    }
     broker.delete(&queue).await;
 }
 

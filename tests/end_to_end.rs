@@ -27,6 +27,7 @@ use amqp::Outbound;
 use futures_util::future::join_all;
 use lapin::{
     BasicProperties, Connection, ConnectionProperties,
+    options::QueueDeclareOptions,
     types::{AMQPValue, FieldTable},
 };
 use queues::Broker;
@@ -703,14 +704,28 @@ async fn rabbitmq_is_believed_message_by_message() {
     let (there, nowhere) = (unique("e2e"), unique("e2e_nowhere"));
     Broker::RabbitMq.declare(&there).await;
     let connection = Connection::connect(&url, ConnectionProperties::default());
-    let connection = connection.await.unwrap();
-    let outbound = Outbound::open(&connection).await.unwrap();
+    let connection = Arc::new(connection.await.unwrap());
+    let outbound = Outbound::new(connection.clone());
     let publishes = (0..200).map(async |n| {
         let queue = if n % 3 == 0 { &nowhere } else { &there };
         let sent = outbound.publish(queue, b"{}", BasicProperties::default());
         assert_eq!(sent.await.is_ok(), n % 3 != 0, "{n}");
     });
     join_all(publishes).await;
+
+    // A channel that the broker has closed is not the last one.
+    let other = format!("{there}.later.250");
+    let plain = connection.create_channel().await.unwrap();
+    let declared = plain.queue_declare(
+        other.as_str().into(),
+        QueueDeclareOptions::durable(),
+        FieldTable::default(),
+    );
+    declared.await.unwrap();
+    let properties = BasicProperties::default();
+    let later = outbound.publish_later(&there, Duration::from_millis(1), b"{}", properties.clone());
+    assert!(later.await.is_err(), "there is another queue of that name");
+    outbound.publish(&there, b"{}", properties).await.unwrap();
     connection.close(200, "done".into()).await.unwrap();
     Broker::RabbitMq.delete(&there).await;
 }
@@ -719,7 +734,7 @@ async fn rabbitmq_is_believed_message_by_message() {
 fn a_copy_is_not_dropped_refused_or_copied_further() {
     let text = |value: &str| AMQPValue::LongString(value.into());
     let mut headers = FieldTable::default();
-    for name in ["CC", "BCC", "traceparent"] {
+    for name in ["CC", "BCC", "x-delivery-count", "traceparent"] {
         headers.insert(name.into(), text("q"));
     }
     let own = BasicProperties::default()

@@ -7,21 +7,35 @@ use lapin::{
     types::{AMQPValue, FieldTable, ShortString},
 };
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
-use tokio::sync::Mutex;
+use tokio::sync::{MappedMutexGuard, Mutex, MutexGuard};
 use tower_idempotency::{BoxError, Envelope};
 
 /// Publishes one message after the other: of several that are under way on a channel, the client does not know which one it
 /// was that no queue took.
 #[derive(Clone)]
-pub struct Outbound(Arc<Mutex<Channel>>);
+pub struct Outbound {
+    connection: Arc<Connection>,
+    channel: Arc<Mutex<Option<Channel>>>,
+}
 
 impl Outbound {
-    pub async fn open(connection: &Connection) -> Result<Self, BoxError> {
-        let channel = connection.create_channel().await?;
-        channel
-            .confirm_select(ConfirmSelectOptions::default())
-            .await?;
-        Ok(Outbound(Arc::new(Mutex::new(channel))))
+    pub fn new(connection: Arc<Connection>) -> Self {
+        Outbound {
+            connection,
+            channel: Arc::default(),
+        }
+    }
+
+    /// The channel; a new one when the broker has closed it, as it does on what it does not like.
+    async fn channel(&self) -> Result<MappedMutexGuard<'_, Channel>, BoxError> {
+        let mut channel = self.channel.lock().await;
+        if !channel.as_ref().is_some_and(|it| it.status().connected()) {
+            let opened = self.connection.create_channel().await?;
+            let confirms = ConfirmSelectOptions::default();
+            opened.confirm_select(confirms).await?;
+            *channel = Some(opened);
+        }
+        MutexGuard::try_map(channel, Option::as_mut).map_err(|_| "there is no channel".into())
     }
 
     /// Answers when the broker has it for sure, on that queue.
@@ -36,7 +50,7 @@ impl Outbound {
             ..Default::default()
         };
         let name = ShortString::try_new(queue)?;
-        let channel = self.0.lock().await;
+        let channel = self.channel().await?;
         let sent = channel.basic_publish("".into(), name, options, body, properties);
         match sent.await?.await? {
             Confirmation::Ack(None) => Ok(()),
@@ -70,7 +84,7 @@ impl Outbound {
         }
         let name = format!("{queue}.later.{millis}");
         let short = ShortString::try_new(&*name)?;
-        let channel = self.0.lock().await;
+        let channel = self.channel().await?;
         channel
             .queue_declare(short, QueueDeclareOptions::durable(), arguments)
             .await?;
@@ -80,10 +94,11 @@ impl Outbound {
 }
 
 /// Those of a delivery, for a copy of it: without what the broker would act on again, which is when it is dropped, whose
-/// it has to be, and who else gets one.
+/// it has to be, and who else gets one, and without how often it was handed back.
 pub fn copied(own: &BasicProperties) -> BasicProperties {
     let table = own.headers().iter().flat_map(FieldTable::inner);
-    let kept = table.filter(|(name, _)| !matches!(name.as_str(), "CC" | "BCC"));
+    let kept =
+        table.filter(|(name, _)| !matches!(name.as_str(), "CC" | "BCC" | "x-delivery-count"));
     let headers: BTreeMap<_, _> = kept.map(|(k, v)| (k.clone(), v.clone())).collect();
     let mut copy = BasicProperties::default()
         .with_delivery_mode(2)

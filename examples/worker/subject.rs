@@ -15,7 +15,21 @@ pub async fn declare(jetstream: &Context, subject: &str) -> Result<stream::Strea
         retention: stream::RetentionPolicy::WorkQueue,
         ..Default::default()
     };
-    Ok(jetstream.get_or_create_stream(config).await?)
+    let stream = jetstream.get_or_create_stream(config).await?;
+    // One that was there is as it is.
+    let found = &stream.cached_info().config;
+    if !found.subjects.iter().any(|it| it == subject) {
+        return Err(format!(
+            "the stream {:?} is not of the subject {subject:?}",
+            found.name
+        )
+        .into());
+    }
+    if found.retention == stream::RetentionPolicy::Interest {
+        let why = "is of interest: it confirms what no consumer waits for, and drops it";
+        return Err(format!("the stream {:?} {why}", found.name).into());
+    }
+    Ok(stream)
 }
 
 /// Answers when the stream has it. The server's own headers stay behind: with the id that it knows a message by,

@@ -6,15 +6,15 @@ use async_nats::{
     HeaderMap,
     jetstream::{
         self, Context,
-        context::{GetStreamByNameErrorKind, PublishErrorKind},
+        context::{GetStreamByNameErrorKind, PublishErrorKind, RequestError},
         message::StreamMessage,
         response::Response,
-        stream::{LastRawMessageErrorKind, RetentionPolicy},
+        stream::{DiscardPolicy, LastRawMessageErrorKind, RetentionPolicy},
     },
 };
 use futures_util::TryStreamExt;
 use serde_json::{Value, json};
-use std::{collections::HashMap, iter};
+use std::{collections::HashMap, error::Error, iter};
 use tower_idempotency::BoxError;
 
 pub(super) async fn redrive(run: &mut Run<'_>) -> Result<(), BoxError> {
@@ -51,7 +51,12 @@ pub(super) async fn redrive(run: &mut Run<'_>) -> Result<(), BoxError> {
                 return Ok(());
             }
             // Headers that the client does not read; it does not say either which message has them.
-            Err(error) if matches!(error.kind(), LastRawMessageErrorKind::Other) => {
+            Err(error)
+                if matches!(error.kind(), LastRawMessageErrorKind::Other)
+                    && !error
+                        .source()
+                        .is_some_and(|error| error.is::<RequestError>()) =>
+            {
                 match next_sequence(&jetstream, &info.config.name, from, sequence).await? {
                     Some(at) if at <= last => {
                         run.looked_at += 1;
@@ -149,7 +154,7 @@ async fn publish(
     }
 }
 
-/// Why nothing would be kept there. A stream of `interest` confirms what no consumer of it would get, and drops it.
+/// Why not all would be kept there, or nobody would know. A stream of `interest` confirms what no consumer of it would get, and drops it.
 async fn refuses(jetstream: &Context, subject: &str) -> Result<Option<String>, BoxError> {
     let name = match jetstream.stream_by_subject(subject).await {
         Ok(name) => name,
@@ -160,6 +165,17 @@ async fn refuses(jetstream: &Context, subject: &str) -> Result<Option<String>, B
     };
     let stream = jetstream.get_stream(name).await?;
     let config = &stream.cached_info().config;
+    if config.no_ack {
+        let why = format!("the stream {:?} does not say what it has", config.name);
+        return Ok(Some(why));
+    }
+    if config.max_messages_per_subject > 0 && config.discard == DiscardPolicy::Old {
+        let why = format!(
+            "the stream {:?} drops messages above {} of one subject",
+            config.name, config.max_messages_per_subject
+        );
+        return Ok(Some(why));
+    }
     if config.retention != RetentionPolicy::Interest {
         return Ok(None);
     }

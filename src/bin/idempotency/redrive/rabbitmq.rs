@@ -197,7 +197,8 @@ fn copied(own: &BasicProperties) -> BasicProperties {
         (own.app_id(), BasicProperties::with_app_id),
         (own.cluster_id(), BasicProperties::with_cluster_id),
     ];
-    let mut copy = BasicProperties::default();
+    // What a quorum queue kept on its disk anyway, another one would lose.
+    let mut copy = BasicProperties::default().with_delivery_mode(2);
     for (text, with) in texts {
         if let Some(text) = text.clone() {
             copy = with(copy, text);
@@ -208,9 +209,6 @@ fn copied(own: &BasicProperties) -> BasicProperties {
     }
     if let Some(priority) = own.priority() {
         copy = copy.with_priority(*priority);
-    }
-    if let Some(mode) = own.delivery_mode() {
-        copy = copy.with_delivery_mode(*mode);
     }
     copy
 }
